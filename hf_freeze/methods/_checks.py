@@ -6,6 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def wrong(method: Any, reason: str, *fields: str) -> ValueError:
+    """The error for what these fields of a method are: `LowRank(rank=0): must be at least 1`."""
+    setting = ", ".join(f"{field}={getattr(method, field)!r}" for field in fields)
+    return ValueError(f"{type(method).__name__}({setting}): {reason}")
+
+
 def is_number(value: Any) -> bool:
     """Whether `value` is an int or a float. A bool is neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -8,6 +8,7 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.sparse import SparseLinear
+from hf_freeze.methods._checks import wrong
 from hf_freeze.methods._linear import LINEARS, LinearMethod
 from hf_freeze.methods.base import Facts, Model
 
@@ -28,10 +29,7 @@ class SparseMethod(LinearMethod):
         super().__post_init__()
         counts = self.nonzeros.values() if isinstance(self.nonzeros, dict) else [None] * (self.nonzeros is not None)
         if any(type(count) is not int or count < 0 for count in counts):
-            raise ValueError(
-                f"{type(self).__name__}(nonzeros={self.nonzeros!r}): must be None, or a dict from linears to numbers; "
-                "finalize() fills it in"
-            )
+            raise wrong(self, "must be None, or a dict from linears to numbers; finalize() fills it in", "nonzeros")
 
     def check(self, architecture: Architecture, config: Any) -> None:
         super().check(architecture, config)

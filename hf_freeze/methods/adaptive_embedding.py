@@ -3,7 +3,6 @@ Input Representations for Neural Language Modeling", https://arxiv.org/abs/1809.
 approximation for GPUs", https://arxiv.org/abs/1609.04309).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,9 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, full_name
 from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, AdaptiveSoftmax, BandedOutput, band_edges
 from hf_freeze.layers.factorized_embedding import nearest_factors
-from hf_freeze.methods._checks import check_choice, check_positive
+from hf_freeze.methods._checks import check_choice, check_positive, wrong
 from hf_freeze.methods._linear import set_field
+from hf_freeze.methods._tables import make_dense, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
@@ -62,9 +62,7 @@ class AdaptiveEmbedding(Method):
     def __post_init__(self) -> None:
         integers = isinstance(self.cutoffs, list | tuple) and all(type(cutoff) is int for cutoff in self.cutoffs)
         if not integers or not self.cutoffs:
-            raise ValueError(
-                f"AdaptiveEmbedding(cutoffs={self.cutoffs!r}): must be a list of token ids such as [20000, 60000], at least one"
-            )
+            raise wrong(self, "must be a list of token ids such as [20000, 60000], at least one", "cutoffs")
         for before, cutoff in zip([0, *self.cutoffs], self.cutoffs, strict=False):
             if cutoff <= before:
                 raise ValueError(
@@ -85,10 +83,7 @@ class AdaptiveEmbedding(Method):
     def check(self, architecture: Architecture, config: Any) -> None:
         hidden = config.hidden_size
         if self.width is not None and self.width > hidden:
-            raise ValueError(
-                f"AdaptiveEmbedding(width={self.width}): must be in 1..{hidden}, the hidden size of this "
-                f"{architecture.model_type}"
-            )
+            raise wrong(self, f"must be in 1..{hidden}, the hidden size of this {architecture.model_type}", "width")
         widths = self.widths(hidden)
         if widths[-1] == 0:
             raise ValueError(
@@ -98,9 +93,8 @@ class AdaptiveEmbedding(Method):
         for field in dict.fromkeys(architecture.token_tables.values()):
             size = getattr(config, field)
             if self.cutoffs[-1] >= size:
-                raise ValueError(
-                    f"AdaptiveEmbedding(cutoffs={self.cutoffs}): the last must be below {size}, the {field} of this "
-                    f"{architecture.model_type}"
+                raise wrong(
+                    self, f"the last must be below {size}, the {field} of this {architecture.model_type}", "cutoffs"
                 )
 
     # -- shapes ----------------------------------------------------------------------------------------------------------
@@ -124,18 +118,9 @@ class AdaptiveEmbedding(Method):
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """All factors of a tied table. The backbone ties only `weight`, which is the table of the first band."""
-        ties: dict[str, str] = {}
-        native_ties: Any = model.all_tied_weights_keys
-        for name in surgery.vocabulary_modules(model, architecture):
-            source = native_ties.get(f"{name}.weight")
-            if source is not None:
-                ties |= surgery.ties_to_module(name, source, self._factor_names())
-        return ties
-
-    def _factor_names(self) -> Iterator[str]:
-        for prefix in ("", *(f"tails.{number}." for number in range(len(self.cutoffs)))):
-            yield f"{prefix}weight"
-            yield f"{prefix}projection"
+        bands = ["", *(f"tails.{number}." for number in range(len(self.cutoffs)))]
+        factors = [f"{band}{factor}" for band in bands for factor in ("weight", "projection")]
+        return ties_beside_weights(model, surgery.vocabulary_modules(model, architecture), lambda module: factors)
 
     # -- values ----------------------------------------------------------------------------------------------------------
 
@@ -158,16 +143,12 @@ class AdaptiveEmbedding(Method):
         return (_ResizedTables(self),)
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        output = surgery.output_name(model, architecture)
-        if output is not None and self.output == "adaptive":
+        if surgery.output_name(model, architecture) is not None and self.output == "adaptive":
             raise ValueError(
                 f"method {self.name!r} cannot be merged: no single matrix computes an adaptive softmax (output='dense' can be "
                 "merged)"
             )
-        for name, table in surgery.token_tables(model, architecture).items():
-            surgery.replace_by_full_name(model, name, surgery.dense_table(table))
-        if output is not None:
-            surgery.replace_by_full_name(model, output, surgery.dense_linear(model.get_submodule(output)))
+        make_dense(model, architecture)
 
 
 class _ResizedTables(ResizedTables):

@@ -14,6 +14,7 @@ from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
 from hf_freeze.methods._checks import check_positive, check_share, nearest_multiples
+from hf_freeze.methods._tables import make_dense, names_of_parameters, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.registry import register_method
 
@@ -103,11 +104,7 @@ class DeFINE(Method):
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """All parameters of a unit whose table is tied to that of another unit."""
-        ties = {}
-        for name, unit in surgery.token_tables(model, architecture).items():
-            if (source := model.all_tied_weights_keys.get(f"{name}.weight")) is not None:
-                ties |= surgery.ties_to_module(name, source, (parameter for parameter, _ in unit.named_parameters()))
-        return ties
+        return ties_beside_weights(model, surgery.token_tables(model, architecture), names_of_parameters)
 
     @torch.no_grad()
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
@@ -124,9 +121,7 @@ class DeFINE(Method):
             matrix.projection.copy_(projections[tied[f"{output}.weight"]])
 
     def merge(self, model: Model, architecture: Architecture) -> None:
-        for name, unit in surgery.token_tables(model, architecture).items():
-            surgery.replace_by_full_name(model, name, surgery.dense_table(unit))
         output = surgery.output_name(model, architecture)
-        if output is not None and isinstance(module := model.get_submodule(output), LowRankOutput):
-            surgery.replace_by_full_name(model, output, surgery.dense_linear(module))
+        if output is not None and isinstance(model.get_submodule(output), LowRankOutput):
             model.config.tie_word_embeddings = False
+        make_dense(model, architecture)

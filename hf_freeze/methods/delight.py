@@ -19,7 +19,9 @@ from hf_freeze.methods._checks import (
     check_positive,
     check_share,
     nearest_multiples,
+    wrong,
 )
+from hf_freeze.methods._tables import names_of_parameters
 from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.registry import register_method
 
@@ -112,9 +114,7 @@ class DeLighT(Method):
                     f"{architecture.stacks[stack].depth}={self.depth}, or {larger}={depth}"
                 )
         if self.map_dim is not None and self.map_dim > _WIDEST * hidden:
-            raise ValueError(
-                f"DeLighT(map_dim={self.map_dim}): must be at most {_WIDEST} times the hidden size {hidden}"
-            )
+            raise wrong(self, f"must be at most {_WIDEST} times the hidden size {hidden}", "map_dim")
         all_sizes = list(self._all_sizes(hidden))
         step = 2 * math.lcm(STEP, *(groups for sizes in all_sizes for groups in sizes.groups))
         if hidden % step:
@@ -135,13 +135,7 @@ class DeLighT(Method):
         if groups is None:
             groups = max(1, -(-inputs // 32) if self.spec == "paper" else 2 ** math.ceil(math.log2(hidden / 32)))
         return dextra_sizes(
-            inputs,
-            outputs,
-            depth=depth,
-            multiplier=multiplier,
-            groups=groups,
-            spec=self.spec,
-            projected=hidden // 2,
+            inputs, outputs, depth=depth, multiplier=multiplier, groups=groups, spec=self.spec, projected=hidden // 2
         )
 
     def _check_groups(self, sizes: DExTraSizes) -> None:
@@ -195,7 +189,7 @@ class DeLighT(Method):
             source = model.all_tied_weights_keys.get(f"{name}.weight")
             if source is not None and source not in sources:
                 sources.add(source)
-                ties |= surgery.ties_to_module(name, source, (parameter for parameter, _ in unit.named_parameters()))
+                ties |= surgery.ties_to_module(name, source, names_of_parameters(unit))
         return ties
 
     def describe(self, architecture: Architecture, config: Any) -> Architecture:

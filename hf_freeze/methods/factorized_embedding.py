@@ -20,6 +20,7 @@ from hf_freeze.layers.factorized_embedding import (
     nearest_factors,
 )
 from hf_freeze.methods._checks import check_bool, check_positive
+from hf_freeze.methods._tables import make_dense, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
@@ -98,10 +99,8 @@ class FactorizedEmbedding(Method):
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         if architecture.normed_embeddings is not None:
             return {}
-        ties: dict[str, str] = {}
-        for name in surgery.vocabulary_modules(model, architecture):
-            if (source := model.all_tied_weights_keys.get(f"{name}.weight")) is not None:
-                ties |= surgery.ties_to_module(name, source, ["projection"])
+        modules = surgery.vocabulary_modules(model, architecture)
+        ties = ties_beside_weights(model, modules, lambda module: ["projection"])
         return ties | (self._table_ties(model, architecture, ties) if self.share else {})
 
     def _table_ties(self, model: Model, architecture: Architecture, ties: dict[str, str]) -> dict[str, str]:
@@ -232,10 +231,7 @@ class FactorizedEmbedding(Method):
                 f"method {self.name!r} cannot be merged on {architecture.model_type}: its norm over rank={self.rank} numbers "
                 "cannot be written as a norm over the hidden size"
             )
-        for name, table in surgery.token_tables(model, architecture).items():
-            surgery.replace_by_full_name(model, name, surgery.dense_table(table))
-        if (output := surgery.output_name(model, architecture)) is not None:
-            surgery.replace_by_full_name(model, output, surgery.dense_linear(model.get_submodule(output)))
+        make_dense(model, architecture)
 
 
 class _ResizedTables(ResizedTables):

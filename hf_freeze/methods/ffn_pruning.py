@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers, set_fields
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.methods._budget import AUTO, Competing, size_of
+from hf_freeze.methods._budget import AUTO, Competing, allocated, size_of
 from hf_freeze.methods._checks import (
     check_any_selected,
     check_numbers_by_name,
@@ -20,12 +18,13 @@ from hf_freeze.methods._checks import (
     check_positive,
     check_share,
     is_ascending,
+    wrong,
 )
+from hf_freeze.methods._experts import best_experts, check_experts, experts_left
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
-from hf_freeze.solvers.allocation import allocate
 from hf_freeze.solvers.columns import Elimination, eliminate
 from hf_freeze.solvers.moments import Moments
 
@@ -80,7 +79,7 @@ class FFNPruning(Method):
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
         if self.experts is not None:
-            self._check_experts()
+            check_experts(self)
             return
         if self.width is None or self.keep is not None or self.share is not None:
             check_one_given(
@@ -112,20 +111,6 @@ class FFNPruning(Method):
             others = {block: kept for block, kept in keep.items() if block not in of_experts} if of_experts else keep
             check_numbers_by_name(others, "FFNPruning", "keep", items="neurons", example="{'encoder.0.ffn': [0, 3, 4]}")
 
-    def _check_experts(self) -> None:
-        for name in ("width", "keep", "layers", "expert_width", "share"):
-            if (value := getattr(self, name)) is not None:
-                raise ValueError(
-                    f"FFNPruning(experts={self.experts!r}, {name}={value!r}): experts go from all mixtures, and neurons by a "
-                    "second FFNPruning"
-                )
-        if isinstance(self.experts, dict):
-            check_numbers_by_name(
-                self.experts, "FFNPruning", "experts", items="experts", example="{'decoder.0.experts': [0, 1, 3]}"
-            )
-        else:
-            check_positive(self.experts, "FFNPruning", "experts")
-
     @property
     def parts(self) -> tuple[Part, ...]:
         return (Selection(self.origins, self.decided, self.must_decide),)
@@ -140,7 +125,7 @@ class FFNPruning(Method):
 
     def check(self, architecture: Architecture, config: Any) -> None:
         if self.experts is not None:
-            self._experts_left(architecture, config)
+            experts_left(self.experts, architecture, config)
             return
         architecture.check_layers(self.layers, config)
         blocks = surgery.neurons_of(architecture, config)
@@ -154,14 +139,10 @@ class FFNPruning(Method):
                 raise ValueError(f"FFNPruning(keep={{{block!r}: ...}}): must be {wanted}")
         linears = in_layers(architecture.ffns(config), self.layers)
         if self.share is not None and not linears:
-            raise ValueError(
-                f"FFNPruning(share={self.share}): this {architecture.model_type} has no FFNs of plain linears in these layers"
-            )
+            raise wrong(self, f"this {architecture.model_type} has no FFNs of plain linears in these layers", "share")
         experts = in_layers(architecture.experts(config), self.layers)
         if self.width is not None and experts and not linears:
-            raise ValueError(
-                f"FFNPruning(width={self.width}): the FFNs of this {architecture.model_type} are experts: give expert_width"
-            )
+            raise wrong(self, f"the FFNs of this {architecture.model_type} are experts: give expert_width", "width")
         if self.expert_width is not None and not experts:
             raise ValueError(
                 f"FFNPruning(expert_width={self.expert_width}): {architecture.model_type} has no experts with matrices in one "
@@ -178,32 +159,10 @@ class FFNPruning(Method):
         """Whether the setting names what stays."""
         return self.keep is not None or isinstance(self.experts, dict)
 
-    def _experts_left(self, architecture: Architecture, config: Any) -> dict[str, list[int]]:
-        """Mixture -> the experts that stay; of a number, the first ones. Raises ValueError if they cannot."""
-        mixtures, blocks = surgery.mixtures_of(architecture, config), list(architecture.experts(config))
-        if isinstance(self.experts, dict):
-            if self.experts.keys() != set(blocks):
-                raise ValueError(f"FFNPruning(experts=...) of {sorted(self.experts)}: must name all of {blocks}")
-            last = max(numbers[-1] for numbers in self.experts.values())
-            grouped = {tuple(mixtures.grouped(numbers)) for numbers in self.experts.values()}
-            if last >= mixtures.count or len({number for counts in grouped for number in counts}) > 1:
-                raise ValueError(
-                    f"FFNPruning(experts={self.experts}): must be numbers in 0..{mixtures.count - 1}, as many of each mixture "
-                    f"and of each of its {mixtures.groups} groups"
-                )
-        count = len(self.experts[blocks[0]]) if isinstance(self.experts, dict) else self.experts
-        try:
-            mixtures.check(count)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"FFNPruning(experts={self.experts}): {count} experts of each mixture: {error}") from None
-        if isinstance(self.experts, dict):
-            return self.experts
-        return dict.fromkeys(blocks, mixtures.largest(torch.zeros(mixtures.count), count))  # type: ignore[arg-type]
-
     def config_changes(self, architecture: Architecture, config: Any) -> dict[str, Any]:
         if self.experts is None:
             return {}
-        kept = self._experts_left(architecture, config)
+        kept = experts_left(self.experts, architecture, config)
         return {surgery.mixtures_of(architecture, config).field: len(next(iter(kept.values())))}
 
     def _blocks(self, architecture: Architecture, config: Any) -> dict[str, tuple[surgery.Neurons, int]]:
@@ -224,7 +183,7 @@ class FFNPruning(Method):
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         if self.experts is not None:
-            kept = self._experts_left(architecture, model.config)
+            kept = experts_left(self.experts, architecture, model.config)
             if len(next(iter(kept.values()))) == surgery.mixtures_of(architecture, model.config).count:
                 warnings.warn(f"{self} keeps all experts: nothing is removed", stacklevel=2)
             surgery.keep_experts(model, architecture, kept, self.name)
@@ -254,7 +213,7 @@ class FFNPruning(Method):
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         if self.experts is not None:
             architecture = architecture_for(old)
-            surgery.take_experts(new, old, architecture, self._experts_left(architecture, old.config))
+            surgery.take_experts(new, old, architecture, experts_left(self.experts, architecture, old.config))
             return
         blocks = self._blocks(new.architecture, new.config)
         outputs = {} if statistics is None else _outputs(old, blocks)
@@ -297,7 +256,7 @@ class FFNPruning(Method):
 
     def origins(self, model: Model, architecture: Architecture) -> dict[str, Origin]:
         if self.experts is not None:
-            return surgery.experts_origins(model, architecture, self._experts_left(architecture, model.config))
+            return surgery.experts_origins(model, architecture, experts_left(self.experts, architecture, model.config))
         origins: dict[str, Origin] = {}
         for block, (neurons, count) in self._blocks(architecture, model.config).items():
             neurons.check_selectable(model, self.name)
@@ -308,68 +267,38 @@ class FFNPruning(Method):
         if self._names_all:
             return self
         if isinstance(self.experts, int):
-            return self._best_experts(old, architecture, statistics)
+            return FFNPruning(experts=best_experts(self, self.experts, old, architecture, statistics))
         if self.share is not None and statistics is not None:
-            return self._allocated(old, architecture, statistics)
+            curves = self._curves(old, architecture, statistics)  # the neurons of all FFNs compete
+            removals = round((1 - self.share) * sum(len(part.losses) - 1 for part in curves.values()))  # type: ignore[operator]
+            return FFNPruning(keep={**allocated(curves, removals)})
         blocks = self._blocks(architecture, old.config)
         return FFNPruning(keep={block: neurons.largest(old, count) for block, (neurons, count) in blocks.items()})
 
     def must_decide(self, architecture: Architecture, config: Any) -> bool:
         return self.share is not None or isinstance(self.experts, int)
 
-    def _best_experts(self, old: Any, architecture: Architecture, statistics: Statistics | None) -> "FFNPruning":
-        self._experts_left(architecture, old.config)  # which checks their number
-        blocks, mixtures = architecture.experts(old.config), surgery.mixtures_of(architecture, old.config)
-        for module in blocks.values():
-            surgery.native_experts(old, module, self.name)
-        scores = {module: surgery.expert_magnitudes(old, module) for module in blocks.values()}
-        if statistics is not None and (masses := statistics.routed(list(scores))) is not None:
-            scores = masses
-        elif statistics is not None:
-            statistics.note(
-                f"{self.name}: magnitudes choose the experts: a saved calibration does not know their factors"
-            )
-        count: Any = self.experts
-        return FFNPruning(experts={block: mixtures.largest(scores[module], count) for block, module in blocks.items()})
-
-    def _allocated(self, old: Any, architecture: Architecture, statistics: Statistics) -> "FFNPruning":
-        """The neurons of all FFNs compete: those stay whose removal would change the predictions most."""
-        orders = self._orders(old, architecture, statistics)
-        widths = {block: len(order.order) for block, order in orders.items()}
-        step = neurons_at_once(widths.values())
-        removals = round((1 - self.share) * sum(widths.values()))  # type: ignore[operator]
-        curves = [order.losses.tolist() for order in orders.values()]
-        removed = allocate(curves, removals, most=[width - step for width in widths.values()], step=step)
-        counts = {block: widths[block] - gone for block, gone in zip(orders, removed, strict=True)}
-        return FFNPruning(keep={block: orders[block].kept(count) for block, count in counts.items()})
-
-    def _orders(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Elimination]:
-        """FFN -> the order in which its neurons go."""
+    def _curves(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
+        """FFN -> its neurons, by what the model sees."""
         blocks = in_layers(surgery.neurons_of(architecture, old.config), self.layers)
         linears = architecture.ffns(old.config)
         outputs = _outputs(old, {block: (neurons, 0) for block, neurons in blocks.items() if block in linears})
-        orders = {}
+        orders: dict[str, Elimination] = {}
         for moments in statistics.walk(list(outputs), curvature=True):
             for name, moment in moments.items():
                 if moment is not None:
                     linear = old.base_model.get_submodule(name)
                     orders[outputs[name]] = eliminate(surgery.effective_weight(linear), linear.bias, moment)
-        return orders
-
-    def competing(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
-        """FFN -> its neurons, for `share="auto"`."""
-        orders = self._orders(old, architecture, statistics)
-        ffns, step = architecture.ffns(old.config), neurons_at_once(len(order.order) for order in orders.values())
+        step = neurons_at_once(len(order.order) for order in orders.values())
         return {
-            block: Competing(
-                order.losses.tolist(),
-                len(order.order) - step,
-                step,
-                size_of(old, ffns[block], len(order.order)),
-                order.kept,
-            )
+            block: Competing(order.losses.tolist(), len(order.order) - step, step, 0.0, order.kept)
             for block, order in orders.items()
         }
+
+    def competing(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
+        """As `_curves`, for `share="auto"`."""
+        curves, ffns = self._curves(old, architecture, statistics).items(), architecture.ffns(old.config)
+        return {block: replace(part, size=size_of(old, ffns[block], len(part.losses) - 1)) for block, part in curves}
 
     def keeping(self, kept: dict[str, surgery.Kept], old: Any, architecture: Architecture) -> "FFNPruning":
         """The method that names the neurons that stay, by FFN."""

@@ -7,7 +7,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
-from hf_freeze.methods._checks import check_any_selected, check_choice, is_ascending
+from hf_freeze.methods._checks import check_any_selected, check_choice, is_ascending, wrong
 from hf_freeze.methods._heads import chosen_attentions
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
@@ -52,9 +52,8 @@ class FixedAttention(Method):
         if self.continuations is not None and not is_ascending(self.continuations):
             raise ValueError("FixedAttention: continuations must be a list of different token ids, in ascending order")
         if (self.unit == "word") != (self.continuations is not None):
-            raise ValueError(
-                f"FixedAttention(unit={self.unit!r}): unit='word' and continuations=analysis.word_continuations(tokenizer) go "
-                "together"
+            raise wrong(
+                self, "unit='word' and continuations=analysis.word_continuations(tokenizer) go together", "unit"
             )
         check_choice(self.empty_rows, EMPTY_ROWS, "FixedAttention", "empty_rows")
 
@@ -104,9 +103,7 @@ class FixedAttention(Method):
         for name, attention in self._attentions(architecture, model.config).items():
             heads = surgery.count_heads(model, attention, self.name)
             if len(self._numbers) > heads:
-                raise ValueError(
-                    f"FixedAttention(patterns={self.patterns!r}): {len(self._numbers)} patterns for the {heads} heads of {name!r}"
-                )
+                raise wrong(self, f"{len(self._numbers)} patterns for the {heads} heads of {name!r}", "patterns")
             surgery.fix_heads(model, attention, self._numbers, self.empty_rows, words, heads)
 
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:

@@ -25,6 +25,7 @@ from hf_freeze.methods._checks import (
     check_training_span,
     is_number,
     training_span,
+    wrong,
 )
 from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.parts import FreezePhase, InitialValues, Part, SeededValues
@@ -54,9 +55,7 @@ _DENSITY = 1 / 3  # Achlioptas (2003)
 
 
 @register_method(
-    "freeze",
-    example={"ffn": "random", "attention": "frozen", "seed": 13},
-    facts=Facts(structural=False, shrinks=True),
+    "freeze", example={"ffn": "random", "attention": "frozen", "seed": 13}, facts=Facts(structural=False, shrinks=True)
 )
 @dataclass(frozen=True, kw_only=True)
 class Freeze(Method):
@@ -148,9 +147,7 @@ class Freeze(Method):
             check_integer(self.blocks, 2, "Freeze", "blocks")
         drawn = [component for component in _MODES if self._has(component, "random", "redrawn")]
         if not drawn and (self.scheme != "glorot_uniform" or self.gain != 1):
-            raise ValueError(
-                f"Freeze(scheme={self.scheme!r}, gain={self.gain!r}): no component is 'random' or 'redrawn'"
-            )
+            raise wrong(self, "no component is 'random' or 'redrawn'", "scheme", "gain")
         if self.scheme == "blocks" and "embeddings" in drawn:
             raise ValueError(
                 f"Freeze(embeddings={self.embeddings!r}, scheme='blocks'): a table has no diagonal; use a Freeze of its own for "

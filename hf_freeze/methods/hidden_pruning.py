@@ -15,7 +15,7 @@ from hf_freeze.architectures.fields import hidden_sizes
 from hf_freeze.architectures.probe import adds_one
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import is_norm
-from hf_freeze.methods._checks import check_one_given, check_positive, is_ascending
+from hf_freeze.methods._checks import check_one_given, check_positive, is_ascending, wrong
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, SeededValues, Selection, parts_of
 from hf_freeze.methods.registry import register_method
@@ -62,9 +62,7 @@ class HiddenPruning(Method):
         if self.width is not None:
             check_positive(self.width, "HiddenPruning", "width")
         elif not isinstance(self.keep, list) or not self.keep or not is_ascending(self.keep):
-            raise ValueError(
-                f"HiddenPruning(keep={self.keep!r}): must be a list of different channels, at least one, in ascending order"
-            )
+            raise wrong(self, "must be a list of different channels, at least one, in ascending order", "keep")
 
     @property
     def kept(self) -> list[int]:

@@ -9,7 +9,7 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.layers.learnt_skip import LearntSkip, draw, drop_rates, drop_scores
 from hf_freeze.layers.thinned import Thinned
-from hf_freeze.methods._checks import check_bool, check_positive, check_seed, check_share
+from hf_freeze.methods._checks import check_bool, check_positive, check_seed, check_share, wrong
 from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.parts import Kept, Part, Schedule
 from hf_freeze.methods.registry import register_method
@@ -131,13 +131,9 @@ class LayerDrop(Method):
         choices = [LAYERS, ATTENTION, *kinds, FFN, HEADS, NEURONS]
         for unit in units:
             if unit not in choices:
-                raise ValueError(
-                    f"LayerDrop(p={self.p!r}): no unit {unit!r} in {architecture.model_type}; choose from {choices}"
-                )
+                raise wrong(self, f"no unit {unit!r} in {architecture.model_type}; choose from {choices}", "p")
             if unit in kinds and ATTENTION in units:
-                raise ValueError(
-                    f"LayerDrop(p={self.p!r}): 'attention' and {unit!r} name the same; leave one of them out"
-                )
+                raise wrong(self, f"'attention' and {unit!r} name the same; leave one of them out", "p")
             if unit != LAYERS:
                 sublayer = {HEADS: ATTENTION, NEURONS: FFN}.get(unit, unit)
                 check_sublayers(sublayer, architecture, config, stacks, f"LayerDrop(p={self.p!r})")
@@ -172,10 +168,7 @@ class LayerDrop(Method):
     def facts(self) -> Facts:
         named = {"layers"} if self.learned or self.rates is not None else frozenset()
         return replace(
-            super().facts,
-            refers_to=named,
-            finalizable=self.learned,
-            holds={"scores"} if self.learned else frozenset(),
+            super().facts, refers_to=named, finalizable=self.learned, holds={"scores"} if self.learned else frozenset()
         )
 
     def renumbered(self, architecture: Architecture, kept: Kept) -> "LayerDrop":

@@ -9,20 +9,14 @@ from typing import Any
 import torch
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import (
-    LARGEST_DEPTH,
-    Architecture,
-    Stack,
-    full_name,
-    is_of_predecessor,
-)
+from hf_freeze.architectures.base import LARGEST_DEPTH, Architecture, Stack, full_name, is_of_predecessor
 from hf_freeze.architectures.layer_parts import AttentionParts, check_parts, named_by
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import has_module
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.quantized import STORED, Quantized
-from hf_freeze.methods._checks import check_choice, check_positive
+from hf_freeze.methods._checks import check_choice, check_positive, wrong
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import KeptLayers, Part
@@ -90,9 +84,7 @@ class LayerSharing(Method):
         check_choice(self.start, STARTS, "LayerSharing", "start")
         if self.depth is not None:
             if not isinstance(self.depth, dict) or not self.depth:
-                raise ValueError(
-                    f"LayerSharing(depth={self.depth!r}): must be None or a dict such as {{'encoder': 12}}"
-                )
+                raise wrong(self, "must be None or a dict such as {'encoder': 12}", "depth")
             for stack, depth in self.depth.items():
                 check_positive(depth, "LayerSharing", f"depth[{stack!r}]")
 
@@ -107,26 +99,19 @@ class LayerSharing(Method):
 
     def check(self, architecture: Architecture, config: Any) -> None:
         shared = self._shared(architecture, config)
-        for stack in self.stacks or ():
-            if stack not in shared:
-                raise ValueError(
-                    f"LayerSharing: no stack {stack!r} in {architecture.model_type}; choose from {sorted(architecture.stacks)}"
-                )
+        architecture.check_layers({stack: [] for stack in self.stacks or ()}, config)
         if self.components is not None:
             owner = f"LayerSharing(components={self.components!r})"
             check_parts(dict.fromkeys(self.components, True), WHOLE, architecture, config, owner, shared)
         for stack in self.depth or ():
             if stack not in shared:
-                raise ValueError(
-                    f"LayerSharing(depth={self.depth!r}): the layers of stack {stack!r} are not shared; choose from "
-                    f"{sorted(shared)}"
+                raise wrong(
+                    self, f"the layers of stack {stack!r} are not shared; choose from {sorted(shared)}", "depth"
                 )
         for stack, depth in shared.items():
             limit = min(depth, (self.depth or {}).get(stack, depth))
             if self.groups > limit:
-                raise ValueError(
-                    f"LayerSharing(groups={self.groups}): must be in 1..{limit}, the layers of stack {stack!r}"
-                )
+                raise wrong(self, f"must be in 1..{limit}, the layers of stack {stack!r}", "groups")
 
     def _shared(self, architecture: Architecture, config: Any) -> dict[str, int]:
         """Stack -> its number of layers in `config`, for each stack whose layers are shared."""

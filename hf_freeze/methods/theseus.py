@@ -6,16 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import (
-    Architecture,
-    Attention,
-    base_name,
-    canonical_parameters,
-    is_of_predecessor,
-)
+from hf_freeze.architectures.base import Architecture, Attention, base_name, canonical_parameters, is_of_predecessor
 from hf_freeze.architectures.kinds import types_of_layers
 from hf_freeze.layers.layer_forward import Replaced
-from hf_freeze.methods._checks import check_choice, check_positive_share, check_seed, is_number
+from hf_freeze.methods._checks import check_choice, check_positive_share, check_seed, is_number, wrong
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
@@ -86,17 +80,14 @@ class Theseus(Method):
     def __post_init__(self) -> None:
         depths = self.successor.values() if isinstance(self.successor, dict) else [1] * (self.successor is None)
         if not depths or any(type(depth) is not int or depth < 1 for depth in depths):
-            raise ValueError(
-                f"Theseus(successor={self.successor!r}): must be None, or a dict from stacks to layers such as {{'encoder': 3}}"
-            )
+            raise wrong(self, "must be None, or a dict from stacks to layers such as {'encoder': 3}", "successor")
         if self.rate is not None and self.schedule is not None:
             raise ValueError(f"Theseus(rate={self.rate!r}, schedule={self.schedule!r}): give one of them")
         if self.rate is not None:
             check_positive_share(self.rate, "Theseus", "rate")
         if self.steps is not None and not self._are_steps(self.steps):
-            raise ValueError(
-                f"Theseus(steps={self.steps!r}): must be None, a number of steps of at least 1, or a share of training in 0 < "
-                "steps < 1"
+            raise wrong(
+                self, "must be None, a number of steps of at least 1, or a share of training in 0 < steps < 1", "steps"
             )
         if self.schedule is not None:
             self._check_schedule(self.schedule)
@@ -209,9 +200,7 @@ class Theseus(Method):
                 try:
                     surgery.copy_layer(source, layer, _attentions(model, stack), model.config)
                 except ValueError as error:
-                    raise ValueError(
-                        f"Theseus(init={self.init!r}): {error}; put Theseus first, or use init='first'"
-                    ) from None
+                    raise wrong(self, f"{error}; put Theseus first, or use init='first'", "init") from None
 
     def freeze(self, model: Model, architecture: Architecture) -> Iterable[tuple[str, SeededTensor | None]]:
         replaced = self.successor or architecture.stacks

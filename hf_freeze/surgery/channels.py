@@ -87,7 +87,8 @@ def channels_in(model: Any, method: str) -> list[Channels]:
 def _can_lose(module: Any) -> bool:
     if isinstance(module, Factors):
         return not hasattr(module, "tails")  # bands have a projection each
-    return getattr(module, "selectable", False) and not is_dense(module)
+    # A table of integers can lose rows, but not channels.
+    return getattr(module, "selectable", False) and hasattr(module, "selected") and not is_dense(module)
 
 
 def _is_native(module: nn.Module) -> bool:
