@@ -78,15 +78,15 @@ def test_the_method_holds_the_contract(model_type, write_module, tmp_path):
     architecture = ARCHITECTURES[model_type]
     check_contract(plain(architecture, method()), tmp_path / "saved")
     stack = next(iter(architecture.stacks))
-    for stacks in (None, [stack]):
-        model = make_variant(native_config(architecture), [method(stacks=stacks)], task=architecture.tasks[0])
+    for layers in (None, {stack: [0]}):
+        model = make_variant(native_config(architecture), [method(layers=layers)], task=architecture.tasks[0])
         for name, parameter in canonical_parameters(model):
             name = base_name(model, name)
             if architecture.component(name) == "norm":
-                layer = architecture.layer_of(name)
-                assert parameter.requires_grad == (stacks is not None and (layer is None or layer[0] != stack)), name
+                chosen = layers is None or architecture.layer_of(name) == (stack, 0)
+                assert parameter.requires_grad == (not chosen), name
     with pytest.raises(ValueError, match="no stack 'middle' in"):
-        make_variant(native_config(architecture), [method(stacks=["middle"])], task=architecture.tasks[0])
+        make_variant(native_config(architecture), [method(layers={"middle": [0]})], task=architecture.tasks[0])
 
 
 def test_the_architecture_holds_the_contract_with_every_method(write_module, tmp_path):
