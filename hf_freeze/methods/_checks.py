@@ -2,7 +2,8 @@
 limit or the choices. `owner` is the name of the method (or function) whose field is checked.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 
@@ -15,6 +16,30 @@ def wrong(method: Any, reason: str, *fields: str) -> ValueError:
 def is_number(value: Any) -> bool:
     """Whether `value` is an int or a float. A bool is neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_fields(method: Any, **checks: Callable[[Any, str, str], Any]) -> None:
+    """Apply to each field its check, with the value, the name of the class and that of the field. None passes if it is the
+    default. The fields `seed`, `begin` and `end` mean the same in all methods, and are checked in any case."""
+    defaults = {field.name: field.default for field in fields(method)}
+    owner = type(method).__name__
+    if "seed" in defaults:
+        check_seed(method.seed, owner)
+    if {"begin", "end"} <= defaults.keys():
+        check_training_span(method.begin, method.end, owner)
+    for field, check in checks.items():
+        if (value := getattr(method, field)) is not None or defaults[field] is not None:
+            check(value, owner, field)
+
+
+def one_of(choices: Iterable[Any]) -> Callable[[Any, str, str], None]:
+    """For `check_fields`: a check that the value is one of `choices`."""
+    return lambda value, owner, field: check_choice(value, choices, owner, field)
+
+
+def number_in(least: float, most: float) -> Callable[[Any, str, str], None]:
+    """For `check_fields`: a check that the value is a number in `least`..`most`."""
+    return lambda value, owner, field: check_number(value, least, most, owner, field)
 
 
 def check_choice(value: Any, choices: Iterable[Any], owner: str, field: str) -> None:
@@ -73,6 +98,11 @@ def check_share(value: Any, owner: str, field: str, *, below_one: bool = False) 
     if not is_number(value) or not 0 <= value <= 1 or (below_one and value == 1):
         limits = "of at least 0 and below 1" if below_one else "in 0..1"
         raise ValueError(f"{owner}({field}={value!r}): must be a share {limits}")
+
+
+def check_share_below_one(value: Any, owner: str, field: str) -> None:
+    """Raise ValueError unless `value` is a number in [0, 1)."""
+    check_share(value, owner, field, below_one=True)
 
 
 def check_positive_share(value: Any, owner: str, field: str) -> None:

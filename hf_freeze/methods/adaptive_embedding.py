@@ -13,7 +13,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, full_name
 from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, AdaptiveSoftmax, BandedOutput, band_edges
 from hf_freeze.layers.factorized_embedding import nearest_factors
-from hf_freeze.methods._checks import check_choice, check_positive, wrong
+from hf_freeze.methods._checks import check_fields, check_positive, one_of, wrong
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods._tables import make_dense, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
@@ -70,10 +70,7 @@ class AdaptiveEmbedding(Method):
                     "least 1"
                 )
         set_field(self, "cutoffs", list(self.cutoffs))
-        check_positive(self.factor, "AdaptiveEmbedding", "factor")
-        if self.width is not None:
-            check_positive(self.width, "AdaptiveEmbedding", "width")
-        check_choice(self.output, OUTPUTS, "AdaptiveEmbedding", "output")
+        check_fields(self, factor=check_positive, width=check_positive, output=one_of(OUTPUTS))
 
     def widths(self, hidden: int) -> list[int]:
         """The width of each band, for the hidden size `hidden`."""

@@ -13,7 +13,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
-from hf_freeze.methods._checks import check_positive, check_share, nearest_multiples
+from hf_freeze.methods._checks import check_fields, check_positive, check_share_below_one, nearest_multiples
 from hf_freeze.methods._tables import make_dense, names_of_parameters, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.registry import register_method
@@ -58,9 +58,8 @@ class DeFINE(Method):
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("depth", "width", "groups", "map_dim"):
-            check_positive(getattr(self, name), "DeFINE", name)
-        check_share(self.dropout, "DeFINE", "dropout", below_one=True)
+        sizes = dict.fromkeys(("depth", "width", "groups", "map_dim"), check_positive)
+        check_fields(self, **sizes, dropout=check_share_below_one)
         if self.depth > _DEEPEST:
             raise ValueError(f"DeFINE(depth={self.depth}): must be in 1..{_DEEPEST}")
         for name, value, step in (

@@ -14,11 +14,12 @@ from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.methods._blocks import check_blocks, with_blocks
 from hf_freeze.methods._checks import (
     check_bool,
-    check_choice,
-    check_number,
+    check_fields,
     check_positive,
-    check_share,
+    check_share_below_one,
     nearest_multiples,
+    number_in,
+    one_of,
     wrong,
 )
 from hf_freeze.methods._tables import names_of_parameters
@@ -71,15 +72,12 @@ class DeLighT(Method):
     spec: str = "released"
 
     def __post_init__(self) -> None:
-        for name in ("n_min", "n_max", "width", "map_dim", "groups"):
-            if (value := getattr(self, name)) is not None or name.startswith("n_"):
-                check_positive(value, "DeLighT", name)
+        tables = () if self.map_dim is None else ("map_dim",)
+        sizes = dict.fromkeys(("n_min", "n_max", "width", "groups", *tables), check_positive)
+        switches = {"block_wise": check_bool, "dropout": check_share_below_one, "spec": one_of(SPECS)}
+        check_fields(self, **sizes, m_w=number_in(1, _WIDEST), **switches)
         if self.depth > _DEEPEST:
             raise ValueError(f"DeLighT(n_min={self.n_min}, n_max={self.n_max}): both must be at most {_DEEPEST}")
-        check_number(self.m_w, 1, _WIDEST, "DeLighT", "m_w")
-        check_bool(self.block_wise, "DeLighT", "block_wise")
-        check_share(self.dropout, "DeLighT", "dropout", below_one=True)
-        check_choice(self.spec, SPECS, "DeLighT", "spec")
 
     @property
     def depth(self) -> int:

@@ -18,7 +18,7 @@ from hf_freeze.architectures.registry import VARIANT_PREFIX
 from hf_freeze.architectures.tasks import tasks_of
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.layers.hooks import captured_outputs
-from hf_freeze.methods._checks import check_choice, check_share, is_number
+from hf_freeze.methods._checks import check_fields, check_share, is_number, one_of
 from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.parts import Objective, Part, Step
 from hf_freeze.methods.registry import register_method
@@ -57,12 +57,11 @@ class Distillation(Method):
     beta: float = 10.0
 
     def __post_init__(self) -> None:
-        check_share(self.alpha, "Distillation", "alpha")
+        check_fields(self, alpha=check_share, hidden=one_of(_HIDDEN))
         for name in ("temperature", "beta"):
             value = getattr(self, name)
             if not is_number(value) or not 0 < value < math.inf:
                 raise ValueError(f"Distillation({name}={value!r}): must be a number above 0")
-        check_choice(self.hidden, _HIDDEN, "Distillation", "hidden")
         if self.alpha == 0 and self.hidden == "none":
             raise ValueError("Distillation(alpha=0, hidden='none') learns nothing from the teacher; give one of them")
 

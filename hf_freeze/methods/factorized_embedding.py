@@ -19,7 +19,7 @@ from hf_freeze.layers.factorized_embedding import (
     centred_axes,
     nearest_factors,
 )
-from hf_freeze.methods._checks import check_bool, check_positive
+from hf_freeze.methods._checks import check_bool, check_fields, check_positive
 from hf_freeze.methods._tables import make_dense, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, ResizedTables
@@ -55,8 +55,7 @@ class FactorizedEmbedding(Method):
     share: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self.rank, "FactorizedEmbedding", "rank")
-        check_bool(self.share, "FactorizedEmbedding", "share")
+        check_fields(self, rank=check_positive, share=check_bool)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         least = 1 if architecture.normed_embeddings is None else 2

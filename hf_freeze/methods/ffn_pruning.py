@@ -13,6 +13,7 @@ from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods._budget import AUTO, Competing, allocated, size_of
 from hf_freeze.methods._checks import (
     check_any_selected,
+    check_fields,
     check_numbers_by_name,
     check_one_given,
     check_positive,
@@ -85,12 +86,9 @@ class FFNPruning(Method):
             check_one_given(
                 "FFNPruning", width=self.width, keep=self.keep, expert_width=self.expert_width, share=self.share
             )
-        if self.share is not None and self.share != AUTO:
-            check_share(self.share, "FFNPruning", "share")
-        if self.width is not None:
-            check_positive(self.width, "FFNPruning", "width")
+        shares = {} if self.share == AUTO else {"share": check_share}
+        check_fields(self, **shares, width=check_positive, expert_width=check_positive)
         if self.expert_width is not None:
-            check_positive(self.expert_width, "FFNPruning", "expert_width")
             _check_multiple("expert_width", self.expert_width)
         if self.keep is None:
             return

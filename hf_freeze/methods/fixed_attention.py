@@ -7,7 +7,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
-from hf_freeze.methods._checks import check_any_selected, check_choice, is_ascending, wrong
+from hf_freeze.methods._checks import check_any_selected, check_fields, is_ascending, one_of, wrong
 from hf_freeze.methods._heads import chosen_attentions
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
@@ -48,14 +48,13 @@ class FixedAttention(Method):
         for number in self._numbers:
             if number not in PATTERNS:
                 raise ValueError(f"FixedAttention(patterns={self.patterns!r}): {number} is outside 1..{PATTERNS[-1]}")
-        check_choice(self.unit, UNITS, "FixedAttention", "unit")
+        check_fields(self, unit=one_of(UNITS), empty_rows=one_of(EMPTY_ROWS))
         if self.continuations is not None and not is_ascending(self.continuations):
             raise ValueError("FixedAttention: continuations must be a list of different token ids, in ascending order")
         if (self.unit == "word") != (self.continuations is not None):
             raise wrong(
                 self, "unit='word' and continuations=analysis.word_continuations(tokenizer) go together", "unit"
             )
-        check_choice(self.empty_rows, EMPTY_ROWS, "FixedAttention", "empty_rows")
 
     @property
     def facts(self) -> Facts:

@@ -19,11 +19,11 @@ from hf_freeze.architectures.base import (
 from hf_freeze.architectures.layer_parts import AttentionParts, check_parts, named_by
 from hf_freeze.methods._checks import (
     check_choice,
+    check_fields,
     check_integer,
     check_positive_share,
-    check_seed,
-    check_training_span,
     is_number,
+    one_of,
     training_span,
     wrong,
 )
@@ -120,9 +120,8 @@ class Freeze(Method):
         for component, modes in _MODES.items():
             for field, mode in self.modes_of(component).items():
                 check_choice(mode, modes, "Freeze", field)
-        check_seed(self.seed, "Freeze")
         check_layers_type(self.layers)
-        check_training_span(self.begin, self.end, "Freeze")
+        check_fields(self, scheme=one_of(_SCHEMES))
         for component in _MODES if self.phase != (0, 1) else ():
             if self._seeds(component):
                 raise ValueError(
@@ -133,7 +132,6 @@ class Freeze(Method):
         self._check_scheme()
 
     def _check_scheme(self) -> None:
-        check_choice(self.scheme, _SCHEMES, "Freeze", "scheme")
         if not is_number(self.gain) or not 0 < self.gain < 1e6:
             raise ValueError(f"Freeze(gain={self.gain!r}): must be a number above 0 and below 1e6")
         for field, scheme, value in (("density", "sparse", self.density), ("blocks", "blocks", self.blocks)):
@@ -141,8 +139,7 @@ class Freeze(Method):
                 raise ValueError(
                     f"Freeze({field}={value!r}, scheme={self.scheme!r}): {field} belongs to scheme={scheme!r}"
                 )
-        if self.density is not None:
-            check_positive_share(self.density, "Freeze", "density")
+        check_fields(self, density=check_positive_share)
         if self.scheme == "blocks":
             check_integer(self.blocks, 2, "Freeze", "blocks")
         drawn = [component for component in _MODES if self._has(component, "random", "redrawn")]

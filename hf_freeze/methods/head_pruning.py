@@ -12,11 +12,11 @@ from hf_freeze.architectures.base import Architecture, Attention, check_layers_t
 from hf_freeze.methods._budget import AUTO, Competing, allocated, size_of
 from hf_freeze.methods._checks import (
     check_any_selected,
-    check_choice,
-    check_number,
+    check_fields,
     check_one_given,
     check_share,
-    check_training_span,
+    number_in,
+    one_of,
 )
 from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, HeadsInTraining, OpenGates, marked
 from hf_freeze.methods._heads import (
@@ -101,9 +101,9 @@ class HeadPruning(Method):
     def __post_init__(self) -> None:
         check_layers_type(self.layers)
         check_one_given("HeadPruning", heads=self.heads, share=self.share, penalty=self.penalty)
-        check_choice(self.ramp, RAMPS, "HeadPruning", "ramp")
-        check_choice(self.scope, HEAD_SCOPES, "HeadPruning", "scope")
-        check_training_span(self.begin, self.end, "HeadPruning")
+        shares = {} if self.share == AUTO else {"share": check_share}
+        gates = number_in(0, _MOST_PENALTY)
+        check_fields(self, ramp=one_of(RAMPS), scope=one_of(HEAD_SCOPES), penalty=gates, **shares)
         if self.share is None or (self.begin, self.end) == (None, None):
             for field, default in (("begin", None), ("end", None), ("ramp", "cubic"), ("scope", "attention")):
                 if (value := getattr(self, field)) != default and not (field == "scope" and self.share is not None):
@@ -111,13 +111,8 @@ class HeadPruning(Method):
                         f"HeadPruning({field}={value!r}): is for heads that are removed during training: give share, and begin "
                         "or end"
                     )
-        if self.share == AUTO:
-            if self._training is not None:
-                raise ValueError("HeadPruning(share='auto'): is decided before training: leave begin and end out")
-        elif self.share is not None:
-            check_share(self.share, "HeadPruning", "share")
-        if self.penalty is not None:
-            check_number(self.penalty, 0, _MOST_PENALTY, "HeadPruning", "penalty")
+        if self.share == AUTO and self._training is not None:
+            raise ValueError("HeadPruning(share='auto'): is decided before training: leave begin and end out")
         if self.heads is None:
             return
         if self.layers is not None:

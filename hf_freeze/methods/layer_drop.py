@@ -9,7 +9,7 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.layers.learnt_skip import LearntSkip, draw, drop_rates, drop_scores
 from hf_freeze.layers.thinned import Thinned
-from hf_freeze.methods._checks import check_bool, check_positive, check_seed, check_share, wrong
+from hf_freeze.methods._checks import check_bool, check_fields, check_positive, check_share, wrong
 from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.parts import Kept, Part, Schedule
 from hf_freeze.methods.registry import register_method
@@ -82,9 +82,7 @@ class LayerDrop(Method):
             raise ValueError(
                 f"LayerDrop(stacks={stacks!r}): must be None or a list of different stacks such as ['encoder']"
             )
-        check_positive(self.groups, "LayerDrop", "groups")
-        check_seed(self.seed, "LayerDrop")
-        check_bool(self.learned, "LayerDrop", "learned")
+        check_fields(self, groups=check_positive, learned=check_bool)
         if self.learned and not self.probabilities.get(LAYERS):
             raise ValueError(
                 f"LayerDrop(p={self.p!r}, learned=True): give 'layers' a share above 0, the mean of their rates"

@@ -16,7 +16,7 @@ from hf_freeze.architectures.roles import has_module
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.quantized import STORED, Quantized
-from hf_freeze.methods._checks import check_choice, check_positive, wrong
+from hf_freeze.methods._checks import check_fields, check_positive, one_of, wrong
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import KeptLayers, Part
@@ -75,13 +75,11 @@ class LayerSharing(Method):
                 raise ValueError(f"LayerSharing({field}={value!r}): must be None or a list such as [{example!r}]")
             if value is not None:
                 set_field(self, field, list(dict.fromkeys(value)))
-        check_positive(self.groups, "LayerSharing", "groups")
-        check_choice(self.norms, NORMS, "LayerSharing", "norms")
+        check_fields(self, groups=check_positive, norms=one_of(NORMS), start=one_of(STARTS))
         if self.norms == "separate" and "norm" in (self.components or ()):
             raise ValueError(
                 f"LayerSharing(components={self.components!r}, norms='separate'): shares the norms and does not; leave one out"
             )
-        check_choice(self.start, STARTS, "LayerSharing", "start")
         if self.depth is not None:
             if not isinstance(self.depth, dict) or not self.depth:
                 raise wrong(self, "must be None or a dict such as {'encoder': 12}", "depth")

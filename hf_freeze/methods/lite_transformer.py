@@ -11,7 +11,14 @@ from hf_freeze.compat.transformers import record_weights
 from hf_freeze.layers.convolution import KINDS, KernelConvolution
 from hf_freeze.layers.long_short import ConvolutionAlone, LongShortAttention
 from hf_freeze.methods._blocks import check_blocks, with_blocks
-from hf_freeze.methods._checks import check_bool, check_choice, check_positive, check_positive_list, check_share
+from hf_freeze.methods._checks import (
+    check_bool,
+    check_fields,
+    check_positive,
+    check_positive_list,
+    check_share_below_one,
+    one_of,
+)
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.registry import register_method
@@ -55,11 +62,8 @@ class LiteTransformer(Method):
         for taps in self.kernels:
             if taps % 2 == 0 or taps > _WIDEST:
                 raise ValueError(f"LiteTransformer(kernels={self.kernels!r}): {taps} must be odd and below {_WIDEST}")
-        check_choice(self.conv, KINDS, "LiteTransformer", "conv")
-        check_bool(self.attention, "LiteTransformer", "attention")
-        for name in ("heads", "conv_heads"):
-            check_positive(getattr(self, name), "LiteTransformer", name)
-        check_share(self.conv_dropout, "LiteTransformer", "conv_dropout", below_one=True)
+        kinds = {"conv": one_of(KINDS), "attention": check_bool, "conv_dropout": check_share_below_one}
+        check_fields(self, **kinds, heads=check_positive, conv_heads=check_positive)
 
     def check(self, architecture: Architecture, config: Any) -> None:
         check_blocks(architecture, config, "LiteTransformer")

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.masked import Masked, prune_smallest
-from hf_freeze.methods._checks import check_choice, check_share, check_training_span, training_span
+from hf_freeze.methods._checks import check_fields, check_share_below_one, one_of, training_span
 from hf_freeze.methods._ramps import in_stages, ramp
 from hf_freeze.methods._sparse import SPARSE, SparseMethod
 from hf_freeze.methods.base import Facts, Model, Statistics
@@ -71,15 +71,12 @@ class MagnitudePruning(SparseMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.sparsity, "MagnitudePruning", "sparsity", below_one=True)
-        check_choice(self.scope, _SCOPES, "MagnitudePruning", "scope")
-        check_choice(self.criterion, _CRITERIA, "MagnitudePruning", "criterion")
+        check_fields(self, sparsity=check_share_below_one, scope=one_of(_SCOPES), criterion=one_of(_CRITERIA))
         if self.criterion != "magnitude" and (self.begin, self.end) != (None, None):
             raise ValueError(
                 f"MagnitudePruning(criterion={self.criterion!r}, begin={self.begin}, end={self.end}): in training, magnitudes "
                 "decide; leave begin and end out, or criterion"
             )
-        check_training_span(self.begin, self.end, "MagnitudePruning")
 
     @property
     def parts(self) -> tuple[Part, ...]:

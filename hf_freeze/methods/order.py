@@ -12,10 +12,11 @@ def check_order(method: Method, earlier: Sequence[Method]) -> None:
     """Raise ValueError if `method` cannot be applied after the methods in `earlier`. The one-line message names a way out."""
     for before in earlier:
         pair = _Pair(method, before, method.facts, before.facts)
-        for clash, reason in _REFUSED:
+        for clash, reason, ends in _REFUSED:
             if found := clash(pair):
                 words = {"own": type(method).__name__, "found": found, "renumbers": pair.new.renumbers}
-                raise ValueError(f"{type(method).__name__} after {before.name!r}{reason.format(**words)}")
+                way_out = ", or finalize() before" * (pair.old.finalizable and ends(pair))
+                raise ValueError(f"{type(method).__name__} after {before.name!r}{reason.format(**words)}{way_out}")
 
 
 @dataclass(frozen=True)
@@ -28,24 +29,22 @@ class _Pair:
     old: Facts
 
     @property
-    def loses_numbers(self) -> bool:
-        """Whether the numbers in the earlier setting would mean others."""
-        return self.new.renumbers in self.old.refers_to and not (
-            self.follows and not self.old.finalizable and not self.old.shares_layers  # whose groups would be others
-        )
-
-    @property
     def follows(self) -> bool:
         """Whether a setting that names layers can be given their new numbers."""
         return self.new.renumbers == "layers" and self.new.selects
 
     @property
+    def loses_numbers(self) -> bool:
+        """Whether the numbers in the earlier setting would mean others; groups of shared layers would be others."""
+        follows = self.follows and not self.old.finalizable and not self.old.shares_layers
+        return self.new.renumbers in self.old.refers_to and not follows
+
+    @property
     def marks_shared(self) -> bool:
         """Whether each of several layers would have a mask or score, and all of them one set of parameters."""
+        old, new = self.old, self.new
         marks = {"masks", "scores"}
-        return bool(
-            (self.new.shares_layers and self.old.holds & marks) or (self.new.holds & marks and self.old.shares_layers)
-        )
+        return bool((new.shares_layers and old.holds & marks) or (new.holds & marks and old.shares_layers))
 
     @property
     def rounds(self) -> frozenset[str]:
@@ -53,53 +52,58 @@ class _Pair:
         return frozenset(self.old.stores if self.old.finalizable else ())
 
 
-# (what a pair of methods has that cannot be, the reason as the end of the message); the first that is there refuses.
-_REFUSED: tuple[tuple[Callable[[_Pair], Any], str], ...] = (
+def _never(pair: _Pair) -> bool:
+    return False
+
+
+# (what a pair of methods has that cannot be; the reason, as the end of the message; whether it is gone once the earlier method is
+# finalized). The first row that a pair meets refuses it.
+_REFUSED: tuple[tuple[Callable[[_Pair], Any], str, Callable[[_Pair], bool]], ...] = (
     (
         lambda pair: type(pair.method) is type(pair.before) and not pair.new.repeatable,
         ": it can be applied only once; give one setting, or finalize() and merge() before the second",
-    ),
-    (
-        lambda pair: pair.loses_numbers and pair.follows and pair.old.finalizable,
-        ", which names {renumbers} by number: the {renumbers} get new numbers; put {own} first, or finalize() before",
+        _never,
     ),
     (
         lambda pair: pair.loses_numbers,
         ", which names {renumbers} by number: the {renumbers} get new numbers; put {own} first",
+        lambda pair: pair.follows,
     ),
     (
-        lambda pair: _first(pair.rounds & _seeded(pair.method)),
+        lambda pair: min(pair.rounds & _seeded(pair.method), default=None),
         ", which will store the weights of {found!r} in few bits: those from a seed take none; leave {found!r} out of one of "
         "the two",
+        _never,
     ),
     (
         lambda pair: "embeddings" in pair.rounds and pair.method.part(KeptTokens),
-        ", which trains the tables for few bits until finalize(); put {own} first, or finalize() before",
+        ", which trains the tables for few bits until finalize(); put {own} first",
+        lambda pair: True,
     ),
     (
         lambda pair: pair.new.from_scratch and pair.old.finalizable and not _succeeds(pair.new, pair.old),
         ", which needs the old blocks until finalize(); put {own} first",
+        _never,
     ),
     (
         lambda pair: pair.new.from_scratch and pair.old.from_scratch,
         ", which has put in other blocks; leave one of the two out",
-    ),
-    (
-        lambda pair: pair.marks_shared and pair.old.finalizable and "scores" in pair.old.holds,
-        ": layers that share their parameters cannot keep a mask or score each; merge() the first, or leave one of the two out, "
-        "or finalize() before",
+        _never,
     ),
     (
         lambda pair: pair.marks_shared,
         ": layers that share their parameters cannot keep a mask or score each; merge() the first, or leave one of the two out",
+        lambda pair: "scores" in pair.old.holds,
     ),
     (
         lambda pair: ", ".join(sorted(pair.old.cuts & _seeded(pair.method))),
         ", which removes some of {found} when training ends, so that no seed can define it; finalize() before",
+        _never,
     ),
     (
         lambda pair: ", ".join(sorted(pair.new.cuts & _seeded(pair.before))),
         ", whose {found} a seed regenerates: {own} cannot remove some of it when training ends, only at once",
+        _never,
     ),
 )
 
@@ -119,10 +123,6 @@ def _seeded(method: Method) -> frozenset[str]:
     """The components that it has a seed regenerate."""
     part = method.part(SeededValues)
     return frozenset() if part is None else part.components
-
-
-def _first(components: frozenset[str]) -> str | None:
-    return min(components, default=None)
 
 
 def check_shared_layers(

@@ -9,7 +9,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, base_name, canonical_parameters, is_of_predecessor
 from hf_freeze.architectures.kinds import types_of_layers
 from hf_freeze.layers.layer_forward import Replaced
-from hf_freeze.methods._checks import check_choice, check_positive_share, check_seed, is_number, wrong
+from hf_freeze.methods._checks import check_fields, check_positive_share, is_number, one_of, wrong
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
@@ -83,17 +83,13 @@ class Theseus(Method):
             raise wrong(self, "must be None, or a dict from stacks to layers such as {'encoder': 3}", "successor")
         if self.rate is not None and self.schedule is not None:
             raise ValueError(f"Theseus(rate={self.rate!r}, schedule={self.schedule!r}): give one of them")
-        if self.rate is not None:
-            check_positive_share(self.rate, "Theseus", "rate")
+        check_fields(self, rate=check_positive_share, init=one_of(_INITS), train=one_of(_TRAIN))
         if self.steps is not None and not self._are_steps(self.steps):
             raise wrong(
                 self, "must be None, a number of steps of at least 1, or a share of training in 0 < steps < 1", "steps"
             )
         if self.schedule is not None:
             self._check_schedule(self.schedule)
-        check_choice(self.init, _INITS, "Theseus", "init")
-        check_choice(self.train, _TRAIN, "Theseus", "train")
-        check_seed(self.seed, "Theseus")
         if type(self.finalized) is not bool:
             raise ValueError(f"Theseus(finalized={self.finalized!r}): must be False; finalize() sets it")
 

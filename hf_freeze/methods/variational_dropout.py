@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.variational import Variational
-from hf_freeze.methods._checks import check_number, check_positive, check_share
+from hf_freeze.methods._checks import check_fields, check_positive, check_share, number_in
 from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods._sparse import SPARSE, SparseMethod
 from hf_freeze.methods.base import Model
@@ -51,19 +51,15 @@ class VariationalDropout(SparseMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.training_size is not None:
-            check_positive(self.training_size, "VariationalDropout", "training_size")
-        check_number(self.kl_weight, 0, _MOST_KL, "VariationalDropout", "kl_weight")
-        if self.kl_lambda is not None:
-            check_number(self.kl_lambda, 0, _MOST_KL, "VariationalDropout", "kl_lambda")
-            if self.training_size is not None or self.kl_weight != 1:
-                raise ValueError(
-                    f"VariationalDropout(kl_lambda={self.kl_lambda!r}): stands for kl_weight / training_size; leave out "
-                    f"training_size={self.training_size!r} and kl_weight={self.kl_weight!r}"
-                )
-        for field, most in (("threshold", _MOST_THRESHOLD), ("log_sigma", _MOST_LOG_SIGMA)):
-            check_number(getattr(self, field), -most, most, "VariationalDropout", field)
-        check_share(self.warmup, "VariationalDropout", "warmup")
+        divergence = dict.fromkeys(("kl_weight", "kl_lambda"), number_in(0, _MOST_KL))
+        log_sigma, threshold = (number_in(-most, most) for most in (_MOST_LOG_SIGMA, _MOST_THRESHOLD))
+        check_fields(self, **divergence, log_sigma=log_sigma, threshold=threshold)
+        check_fields(self, training_size=check_positive, warmup=check_share)
+        if self.kl_lambda is not None and (self.training_size is not None or self.kl_weight != 1):
+            raise ValueError(
+                f"VariationalDropout(kl_lambda={self.kl_lambda!r}): stands for kl_weight / training_size; leave out "
+                f"training_size={self.training_size!r} and kl_weight={self.kl_weight!r}"
+            )
 
     @property
     def parts(self) -> tuple[Part, ...]:
