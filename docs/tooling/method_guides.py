@@ -55,7 +55,9 @@ def facts(method: type[Method]) -> str:
         "In a recipe": f"`{json.dumps({'method': method.name} | changed_settings(method.example))}`",
         "Source": source_of(method),
         "Works on": ", ".join(by_hand) + beyond,
-        "Backbone": "a config: it trains from scratch" if method.registered.from_scratch else "a config or trained weights",
+        "Backbone": "a config: it trains from scratch"
+        if method.registered.from_scratch
+        else "a config or trained weights",
         "Smaller file": "yes" if method.registered.shrinks else "no",
         "Savings kept by": kept_by(method),
     }
@@ -69,12 +71,11 @@ def kept_by(method: type[Method]) -> str:
 
 
 def works_on(method: type[Method]) -> str:
-    by_hand = ", ".join(name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None)
-    return (
-        "any family"
-        if not method.registered.needs and method.registered.architectures is None
-        else (f"{by_hand}" + ", others where proved" * ("blocks" not in method.registered.needs and method.registered.architectures is None))
-    )
+    needs, architectures = method.registered.needs, method.registered.architectures
+    if not needs and architectures is None:
+        return "any family"
+    by_hand = [name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None]
+    return ", ".join(by_hand) + ", others where proved" * ("blocks" not in needs and architectures is None)
 
 
 def overview() -> str:

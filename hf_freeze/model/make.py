@@ -78,7 +78,9 @@ def make_variant(
     """
     _check_arguments(backbone, methods, task, init)
     check_budget(methods, budget, calibration)
-    if calibration is None and (needing := next((method for method in methods if method.facts.calibration == "needed"), None)):
+    if calibration is None and (
+        needing := next((method for method in methods if method.facts.calibration == "needed"), None)
+    ):
         raise ValueError(f"{needing} needs a calibration: give make_variant trained weights and calibration=")
     if calibration is not None and isinstance(backbone, PreTrainedConfig):
         raise ValueError(
@@ -130,7 +132,9 @@ def _check_arguments(backbone: Any, methods: Any, task: str | None, init: str) -
         if not is_config and needs_config(method, [*earlier, *methods[:number]]):
             raise ValueError(
                 f"method {method.name!r}: its blocks train from scratch and cannot take over trained weights; pass the config of "
-                "the backbone, not a model or a name" + ", or put Theseus before it" * (method.facts.from_scratch <= {"blocks"})
+                "the backbone, not a model or a name"
+                + ", or put Theseus before it"
+                * (method.facts.from_scratch <= {"blocks"})
             )
 
 

@@ -127,7 +127,8 @@ class Perceptron(nn.Module):
     def finalize(self) -> None:
         """End the training: what only it needs is dropped, and the config says what is left."""
         self.methods = [
-            method.finalize(self._hooked, ARCHITECTURE) if method.facts.finalizable else method for method in self.methods
+            method.finalize(self._hooked, ARCHITECTURE) if method.facts.finalizable else method
+            for method in self.methods
         ]
         self.config.methods = [method_to_dict(method) for method in self.methods]
 
