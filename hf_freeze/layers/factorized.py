@@ -4,12 +4,14 @@ between the two.
 Shapes: N tokens, I inputs, O outputs.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import initialization
 
 from hf_freeze.layers.cost import costs_of, product
 from hf_freeze.layers.derived import DerivedLinear, first_float_tensor, is_compiled, is_traced, without_autocast
@@ -36,11 +38,28 @@ class FactorizedLinear(DerivedLinear):
     """
 
     prepares = True  # whether `prepared_factors` computes anything
+    part_names: Sequence[str]  # of the parameters that are factors
 
     def __init__(self, linear: nn.Module, execution: str = "auto") -> None:
         super().__init__(linear)
         self.execution = execution
         self._paths: dict[tuple[int, str, bool], str] = {}
+
+    def parts(self) -> list[Any]:
+        """The factors."""
+        return [getattr(self, name) for name in self.part_names]
+
+    @torch.no_grad()
+    def set_parts(self, values: Iterable[torch.Tensor]) -> None:
+        """Set the factors, in memory of their own: the old memory may belong to the model that is converted."""
+        self.forget()
+        for part, value in zip(self.parts(), values, strict=True):
+            part.data = value.to(part, copy=True).contiguous()
+
+    def balanced(self) -> list[torch.Tensor]:
+        """The factors of the same weight that lose least if each row gets a step of its own, fp32: a factor has columns of equal
+        norm where another one can take up the rest."""
+        raise NotImplementedError
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
         """The cost of the product with the factors, in the unit of `layers.cost`; in training, including their preparation."""
@@ -166,13 +185,29 @@ class TensorLinear(FactorizedLinear):
         self.make_parameters(device=reference.device, dtype=reference.dtype)
         self.initialize_parameters()
 
+    def shape_like(self, linear: Any) -> None:
+        """Make this layer one of the shape of `linear`, with fresh factors."""
+        settings = (linear.in_modes, linear.out_modes, linear.ranks)
+        TensorLinear.__init__(self, linear, *settings, std=linear.std, execution=linear.execution)
+
     def make_parameters(self, **new: Any) -> None:
         """Register the uninitialised factors. Raises ValueError for ranks that do not fit the modes."""
         raise NotImplementedError
 
-    def parts(self) -> list[nn.Parameter]:
-        """All factors."""
-        raise NotImplementedError
+    def initialize_parameters(self) -> None:
+        """Draw all factors with equal variance such that Var(W), the product of all ranks and variances, is std²."""
+        variance = (self.std**2 / math.prod(self.ranks)) ** (1 / len(self.part_names))
+        for part in self.parts():
+            initialization.normal_(part, std=variance**0.5)
+        if self.bias is not None:
+            initialization.zeros_(self.bias)
+
+    def used_parts(self) -> list[torch.Tensor]:
+        """The factors that products are computed with."""
+        return self.parts()
+
+    def dense_weight(self) -> torch.Tensor:
+        return self.product(self.used_parts())
 
     def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """(O, I): the dense weight of these factors, linear in each of them."""
@@ -180,6 +215,18 @@ class TensorLinear(FactorizedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.in_modes} x {self.out_modes}, ranks={self.ranks}, execution={self.execution!r}"
+
+
+def equal_columns(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A factor (O, R), fp32, with columns of equal norm, and the numbers (R,) that its columns were divided by.
+
+    The step of a row is too coarse for a small column, and those of a truncated decomposition fall; the other factor has a step
+    for each of these numbers.
+    """
+    matrix = matrix.float()
+    norms = matrix.norm(dim=0)
+    ratios = torch.where(norms > 0, norms / norms.mean(), 1)
+    return matrix / ratios, ratios
 
 
 def left_vectors(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
 """Layers that train for few bits: weights, and inputs if wanted, are rounded to their grid in the forward, and gradients go
-straight through (`layers.grids`). `fixed()` gives the layer that stores integers (`layers.integer_weights`).
+straight through (`layers.grids`). `fixed()` gives the layer that stores integers (`layers.quantized`).
 
 In training, a forward rounds from the step on at which `Rounding.active` is set; before, it computes in full precision. In eval
 mode it always computes what the fixed layer will: the same numbers, steps and products, so that `fixed()` changes no bit.
@@ -8,9 +8,9 @@ Shapes: O outputs, I inputs, R rank, V rows of the vocabulary, H hidden size, G 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,49 +19,71 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.roles import table_scale
 from hf_freeze.layers.derived import Derived, linear_like, scaled, taken
+from hf_freeze.layers.factorized import TensorLinear
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.grids import Grid, rounded
-from hf_freeze.layers.integer_weights import (
-    IntegerEmbedding,
-    IntegerLinear,
-    IntegerLowRankEmbedding,
-    IntegerLowRankLinear,
-    IntegerLowRankOutput,
-    IntegerSparseLinear,
-)
 from hf_freeze.layers.low_rank import LowRankLinear
+from hf_freeze.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from hf_freeze.layers.quantized_factors import (
+    QuantizedLowRankEmbedding,
+    QuantizedLowRankLinear,
+    QuantizedLowRankOutput,
+    QuantizedSparseLinear,
+    QuantizedTensorTrainLinear,
+    QuantizedTuckerLinear,
+    check_inputs,
+)
 from hf_freeze.layers.rounding import Rounding
 from hf_freeze.layers.sparse import SparseLinear
+from hf_freeze.layers.tensor_train import TensorTrainLinear
+from hf_freeze.layers.tucker import TuckerLinear
 
 
-class Rounded(nn.Module):
-    """The base of the layers here."""
+class Rounded(Derived):
+    """The base of the layers here: parameters in full precision, and a `Rounding` for each weight."""
 
+    rounding_names: Sequence[str] = ("rounding",)
+    fixed_class: ClassVar[Any]  # of the layer that stores integers
     rounding: Rounding
+
+    def add_roundings(self, grid: Grid) -> None:
+        """Register them, with fresh steps."""
+        for name, weight in zip(self.rounding_names, self.full_weights(), strict=True):
+            self.add_module(name, Rounding(weight.shape, grid, device=weight.device, dtype=weight.dtype))
 
     def roundings(self) -> list[Rounding]:
         """One for each weight."""
-        return [self.rounding]
+        return [getattr(self, name) for name in self.rounding_names]
 
     def full_weights(self) -> list[torch.Tensor]:
         """(O, I) of each weight, in full precision."""
-        raise NotImplementedError
+        return [self.weight]  # type: ignore[list-item]
 
     def start(self) -> None:
         """Set learnt steps from the weights."""
         for rounding, weight in zip(self.roundings(), self.full_weights(), strict=True):
             rounding.start(weight)
 
-    def fixed(self) -> nn.Module:
+    @torch.no_grad()
+    def fixed(self) -> Any:
         """The layer that stores integers. Raises ValueError as `Rounding.fix` does."""
-        raise NotImplementedError
+        layer = self.fixed_class(self, self.roundings()[0].grid)
+        for name, tensor in (*self._parameters.items(), *self._buffers.items()):
+            own = layer._parameters.get(name, layer._buffers.get(name))
+            if own is not None and tensor is not None:
+                own.copy_(tensor)
+        triples = zip(self.roundings(), self.full_weights(), layer.holders(), strict=True)
+        for rounding, weight, holder in triples:
+            rounding.fix(weight, holder)
+        return layer
 
 
-class _Linear(Rounded, Derived):
+class _Linear(Rounded):
     """A mixin for nn.Linear and Conv1D."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    fixed_class = QuantizedLinear
 
     def oriented(self) -> torch.Tensor:
         """The full-precision weight (O, I)."""
@@ -72,8 +94,8 @@ class _Linear(Rounded, Derived):
 
     @property
     def selectable(self) -> bool:
-        """Whether inputs and outputs can be removed: not if a step is for several inputs but not for all."""
-        return self.rounding.grid.granularity == "channel"
+        """Whether inputs and outputs can be removed."""
+        return self.rounding.grid.selectable
 
     def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
         """A copy with only the outputs `kept`, or the inputs if `outputs` is False. It shares no tensor with this layer."""
@@ -94,13 +116,6 @@ class _Linear(Rounded, Derived):
         """(..., I) -> (..., O)"""
         return self.rounding.product(x, self.oriented(), self.bias, [self.weight])
 
-    @torch.no_grad()
-    def fixed(self) -> nn.Module:
-        layer = IntegerLinear(self, self.rounding.grid)
-        if layer.bias is not None:
-            layer.bias.copy_(self.bias)  # type: ignore[arg-type]
-        return self.rounding.fix(self.oriented(), layer)
-
 
 class FakeQuantizedLinear(_Linear, nn.Linear):
     """An nn.Linear on a grid."""
@@ -113,23 +128,23 @@ class FakeQuantizedConv1D(_Linear, Conv1D):
 def like(linear: Any, grid: Grid) -> Any:
     """A FakeQuantizedLinear or FakeQuantizedConv1D with fresh values, and the shapes of `linear`."""
     layer: Any = linear_like(linear, classes=(FakeQuantizedLinear, FakeQuantizedConv1D))
-    weight = layer.oriented()
-    layer.rounding = Rounding(weight.shape, grid, device=weight.device, dtype=weight.dtype)
+    layer.add_roundings(grid)
     return layer
 
 
-class FakeQuantizedEmbedding(Rounded, Derived, nn.Embedding):
+class FakeQuantizedEmbedding(Rounded, nn.Embedding):
     """Replaces `table` (V, H). Its rows are rounded as those of a weight; there are no inputs to round."""
 
+    fixed_class: ClassVar[Any] = QuantizedEmbedding
+
     def __init__(self, table: nn.Embedding, grid: Grid) -> None:
-        new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
         rows, columns = table.weight.shape
         nn.Embedding.__init__(self, rows, columns, table.padding_idx, _weight=torch.empty_like(table.weight))
         self.scale = table_scale(table)
-        self.rounding = Rounding(table.weight.shape, replace(grid, activations=None), **new)
+        self.add_roundings(grid)
 
-    def full_weights(self) -> list[torch.Tensor]:
-        return [self.weight]
+    def add_roundings(self, grid: Grid) -> None:
+        super().add_roundings(replace(grid, activations=None))
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(self.weight)
@@ -151,61 +166,101 @@ class FakeQuantizedEmbedding(Rounded, Derived, nn.Embedding):
         """(...) token ids -> (..., H)"""
         return scaled(self.rows(input), self.scale)
 
-    def fixed(self) -> nn.Module:
-        return self.rounding.fix(self.weight, IntegerEmbedding(self, self.rounding.grid))
-
 
 class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
     """Replaces a LowRankLinear: W = up · down with both factors on a grid; if inputs are rounded, so is what lies between."""
 
+    rounding_names = ("down_rounding", "up_rounding")
+    fixed_class = QuantizedLowRankLinear
+    down_rounding: Rounding
+    up_rounding: Rounding
+
     def __init__(self, linear: LowRankLinear, grid: Grid) -> None:
         LowRankLinear.__init__(self, linear, linear.rank, std=linear.std, solver=linear.solver)
-        new: dict[str, Any] = {"device": linear.down.device, "dtype": linear.down.dtype}
-        self.down_rounding = Rounding(self.down.shape, grid, **new)
-        self.up_rounding = Rounding(self.up.shape, grid, **new)
+        self.add_roundings(grid)
 
     @property
     def selectable(self) -> bool:
-        return self.up_rounding.grid.granularity == "channel"
+        return self.up_rounding.grid.selectable
 
     def selected(self, kept: Sequence[int], *, outputs: bool) -> Any:
         new = super().selected(kept, outputs=outputs)
         (new.up_rounding if outputs else new.down_rounding).select(kept, outputs=outputs)
         return new
 
-    def roundings(self) -> list[Rounding]:
-        return [self.down_rounding, self.up_rounding]
-
     def full_weights(self) -> list[torch.Tensor]:
-        return [self.down, self.up]
+        return self.parts()
 
     def dense_weight(self) -> torch.Tensor:
         return self.up_rounding.weight(self.up) @ self.down_rounding.weight(self.down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        y = self.up_rounding.product(
-            self.down_rounding.product(x, self.down, None, [self.down]), self.up, None, [self.up]
-        )
+        inner = self.down_rounding.product(x, self.down, None, [self.down])
+        y = self.up_rounding.product(inner, self.up, None, [self.up])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    @torch.no_grad()
-    def fixed(self) -> nn.Module:
-        layer = IntegerLowRankLinear(self, self.up_rounding.grid)
-        self.down_rounding.fix(self.down, layer.down)
-        self.up_rounding.fix(self.up, layer.up)
-        if layer.bias is not None:
-            layer.bias.copy_(self.bias)  # type: ignore[arg-type]
-        return layer
+
+class RoundedTensor(Rounded, TensorLinear):
+    """A mixin: the factors are rounded in the forward, and trained straight through that."""
+
+    _in_full = False  # in a forward of training before rounding begins
+
+    def __init__(self, linear: TensorLinear, grid: Grid) -> None:
+        check_inputs(grid)
+        self.shape_like(linear)
+        self.rounding_names = [f"rounding_{k}" for k in range(len(self.part_names))]
+        self.add_roundings(grid)
+
+    def full_weights(self) -> list[torch.Tensor]:
+        return [part.flatten(1) for part in self.parts()]
+
+    def used_parts(self) -> list[torch.Tensor]:
+        if self._in_full:
+            return self.parts()
+        pairs = zip(self.roundings(), self.parts(), strict=True)
+        return [rounding.weight(part.flatten(1)).view_as(part) for rounding, part in pairs]
+
+    def needs_gradient(self) -> bool:
+        """Also in training without gradients, where nothing may be cached: rounding begins at some step."""
+        learnt = any(steps.requires_grad for steps in self._learnt_steps())
+        return self.training or super().needs_gradient() or (torch.is_grad_enabled() and learnt)
+
+    def _learnt_steps(self) -> Iterable[nn.Parameter]:
+        return (steps for rounding in self.roundings() for steps in rounding.parameters())
+
+    def _sources(self) -> Iterable[Any]:
+        return (*super()._sources(), *self._learnt_steps())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., I) -> (..., O)"""
+        self._in_full = self.training and not self.roundings()[0].active
+        try:
+            return super().forward(x)
+        finally:
+            self._in_full = False
+
+
+class FakeQuantizedTensorTrainLinear(RoundedTensor, TensorTrainLinear):
+    """Replaces a TensorTrainLinear."""
+
+    fixed_class = QuantizedTensorTrainLinear
+
+
+class FakeQuantizedTuckerLinear(RoundedTensor, TuckerLinear):
+    """Replaces a TuckerLinear."""
+
+    fixed_class = QuantizedTuckerLinear
 
 
 class FakeQuantizedLowRankEmbedding(FakeQuantizedEmbedding, LowRankEmbedding):
     """Replaces a LowRankEmbedding: the table (V, E) is on a grid, the projection (E, H) is not."""
 
+    fixed_class = QuantizedLowRankEmbedding
+
     def __init__(self, table: LowRankEmbedding, grid: Grid) -> None:
         LowRankEmbedding.__init__(self, table, table.weight.shape[1])
-        new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
-        self.rounding = Rounding(table.weight.shape, replace(grid, activations=None), **new)
+        self.add_roundings(grid)
 
     def dense_weight(self) -> torch.Tensor:
         return super().dense_weight() @ self.projection
@@ -215,23 +270,15 @@ class FakeQuantizedLowRankEmbedding(FakeQuantizedEmbedding, LowRankEmbedding):
         rows = self.rows(input)
         return scaled((rows @ self.projection).to(rows.dtype), self.scale)
 
-    @torch.no_grad()
-    def fixed(self) -> nn.Module:
-        layer = self.rounding.fix(self.weight, IntegerLowRankEmbedding(self, self.rounding.grid))
-        layer.projection.copy_(self.projection)
-        return layer
-
 
 class FakeQuantizedLowRankOutput(Rounded, LowRankOutput):
     """Replaces a LowRankOutput: the table (V, E) is on a grid, and what it is multiplied with; the projection (E, H) is not."""
 
+    fixed_class = QuantizedLowRankOutput
+
     def __init__(self, linear: LowRankOutput, grid: Grid) -> None:
         LowRankOutput.__init__(self, linear, linear.weight.shape[1], linear.std)
-        new: dict[str, Any] = {"device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.rounding = Rounding(linear.weight.shape, grid, **new)
-
-    def full_weights(self) -> list[torch.Tensor]:
-        return [self.weight]
+        self.add_roundings(grid)
 
     def dense_weight(self) -> torch.Tensor:
         return self.rounding.weight(self.weight) @ self.projection
@@ -241,17 +288,11 @@ class FakeQuantizedLowRankOutput(Rounded, LowRankOutput):
         hidden = functional.linear(x, self.projection)
         return self.rounding.product(hidden, self.weight, self.bias, [self.weight])
 
-    @torch.no_grad()
-    def fixed(self) -> nn.Module:
-        layer = self.rounding.fix(self.weight, IntegerLowRankOutput(self, self.rounding.grid))
-        layer.projection.copy_(self.projection)
-        if layer.bias is not None:
-            layer.bias.copy_(self.bias)
-        return layer
-
 
 class FakeQuantizedSparseLinear(Rounded, SparseLinear):
     """Replaces a SparseLinear: its non-zero weights are on a grid, on which zero is a number, so that zeros stay zero."""
+
+    fixed_class = QuantizedSparseLinear
 
     def __init__(self, linear: SparseLinear, grid: Grid) -> None:
         SparseLinear.__init__(self, linear, linear.nonzeros)
@@ -266,15 +307,5 @@ class FakeQuantizedSparseLinear(Rounded, SparseLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        weight = SparseLinear.dense_weight(self)
+        (weight,) = self.full_weights()
         return self.rounding.product(x, weight, self.bias, [self.values, *self._buffers.values()])
-
-    @torch.no_grad()
-    def fixed(self) -> nn.Module:
-        layer = IntegerSparseLinear(self, self.rounding.grid)
-        for name in ("mask", "columns", "counts"):
-            if name in self._buffers:
-                layer.get_buffer(name).copy_(self.get_buffer(name))
-        if layer.bias is not None:
-            layer.bias.copy_(self.bias)  # type: ignore[arg-type]
-        return self.rounding.fix(SparseLinear.dense_weight(self), layer)

@@ -1,5 +1,5 @@
 """Symmetric grids of integers, on which quantised weights and activations lie; rounding to them with gradients; exact integer
-products.
+products. `layers.schemes` has the grids of bitsandbytes, with the same members from `dtype` to `read`.
 
 A value v is stored as the integer q = clamp(round(v / s), -Q, Q) and stands for q · s, with Q = 127 (int8) or 7 (int4). The
 lowest number of the width, -128 or -8, is not used: the grid is symmetric, so that a product needs no correction. A step s
@@ -51,6 +51,46 @@ class Grid:
     def is_static(self) -> bool:
         """Whether inputs have a step that training fixes."""
         return self.activations is not None and self.activation_ranges != "token"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of what is stored."""
+        return torch.int8 if self.weights == "int8" else torch.uint8
+
+    @property
+    def selectable(self) -> bool:
+        """Whether inputs and outputs can be removed: not if a step is for several inputs but not for all."""
+        return self.granularity == "channel"
+
+    def has_whole_rows(self, columns: int) -> bool:
+        """Whether no step is for weights of two rows."""
+        return True
+
+    def packed_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape in which numbers are stored."""
+        return rows, packed_columns(columns, self.weights)
+
+    def step_count(self, rows: int, columns: int) -> int:
+        """The number of steps of a weight."""
+        return rows * self.groups(columns)
+
+    def quantized(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(O, I) -> (numbers (O, I), steps (O, G)), each value to its nearest; on the CPU, as for every device."""
+        weight = weight.detach().to("cpu", torch.float32)
+        steps = self.steps(weight)
+        return rounded(weight, self.spread(steps, weight.shape[1]), self.levels, clips=False), steps
+
+    def packed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """As they are stored."""
+        return pack(numbers, self.weights)
+
+    def read(
+        self, packed: torch.Tensor, steps: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The values, in `shape`, of stored rows, and those of int8 numbers whatever the width."""
+        columns = shape[1]
+        steps = self.spread(steps.view(-1, self.groups(columns)), columns)
+        return (unpack(packed, columns).float() * steps).to(dtype)
 
     def groups(self, columns: int) -> int:
         """The number G of steps of a row."""
@@ -136,6 +176,17 @@ class _ScaledGradient(torch.autograd.Function):
 def first_steps(means: torch.Tensor, largest: torch.Tensor, levels: int) -> torch.Tensor:
     """Steps to start learning from: LSQ's 2 · mean |v| / √Q, but none above the largest |v| / Q, beyond which nothing lies."""
     return torch.minimum(2 * means / levels**0.5, largest / levels)
+
+
+def rounded_in_graph(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """As `rounded` of inputs, by operations that engines have."""
+    return (x / torch.where(steps > 0, steps, 1.0)).round().clamp(-LEVELS, LEVELS)
+
+
+def check_finite(weight: torch.Tensor) -> None:
+    """Raise ValueError for a weight with values that are not finite."""
+    if not weight.isfinite().all():
+        raise ValueError(f"cannot quantise a weight of shape {tuple(weight.shape)}: it has values that are not finite")
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------------

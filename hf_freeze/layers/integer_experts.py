@@ -13,19 +13,18 @@ from torch import nn
 
 from hf_freeze.layers.derived import is_compiled, is_traced
 from hf_freeze.layers.grids import Grid
-from hf_freeze.layers.integer_weights import IntegerWeight
+from hf_freeze.layers.quantized_factors import QuantizedFactor
 
 _HELD = "held_"  # before the name of the native parameter
 _DENSE = "_dense"  # attribute with the dense matrices, while a forward runs
 
 
-class IntegerMatrices(IntegerWeight, nn.Module):
+class IntegerMatrices(QuantizedFactor):
     """The matrices (E, O, I) of all experts, as one weight of E · O rows: each row has steps of its own."""
 
     def __init__(self, matrices: torch.Tensor, grid: Grid) -> None:
-        nn.Module.__init__(self)
-        experts, self.outputs, inputs = matrices.shape
-        self.make_buffers(experts * self.outputs, inputs, grid, device=matrices.device, dtype=matrices.dtype)
+        super().__init__(matrices.flatten(0, 1), grid)
+        self.outputs = matrices.shape[1]
 
     def matrices(self) -> torch.Tensor:
         """(E, O, I)"""

@@ -13,7 +13,7 @@ from transformers import initialization
 
 from hf_freeze.layers.cost import costs_of, product
 from hf_freeze.layers.derived import taken
-from hf_freeze.layers.factorized import FactorizedLinear, left_vectors
+from hf_freeze.layers.factorized import FactorizedLinear, equal_columns, left_vectors
 
 SOLVERS = ("exact", "randomized")
 _OVERSAMPLING, _POWER_ITERATIONS = 16, 4
@@ -27,6 +27,7 @@ class LowRankLinear(FactorizedLinear):
     """
 
     prepares = False  # the factors are the parameters
+    part_names = ("down", "up")
 
     def __init__(self, linear: Any, rank: int, *, std: float, execution: str = "auto", solver: str = "exact") -> None:
         super().__init__(linear, execution)
@@ -67,9 +68,12 @@ class LowRankLinear(FactorizedLinear):
 
     def set_factors(self, up: torch.Tensor, down: torch.Tensor) -> None:
         """Set up (O, R') and down (R', I), R' <= R; the rest of the factors is zero."""
-        rank = up.shape[1]
-        self.up.data = functional.pad(up, (0, self.rank - rank)).to(self.up, copy=True).contiguous()
-        self.down.data = functional.pad(down, (0, 0, 0, self.rank - rank)).to(self.down, copy=True).contiguous()
+        missing = self.rank - up.shape[1]
+        self.set_parts([functional.pad(down, (0, 0, 0, missing)), functional.pad(up, (0, missing))])
+
+    def balanced(self) -> list[torch.Tensor]:
+        up, ratios = equal_columns(self.up)
+        return [self.down * ratios[:, None], up]
 
     @property
     def selectable(self) -> bool:

@@ -12,7 +12,16 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.layers.derived import Derived, autocast_dtype, taken
-from hf_freeze.layers.grids import LEVELS, Grid, first_steps, product_on_grid, rounded, scaled_gradient, token_steps
+from hf_freeze.layers.grids import (
+    LEVELS,
+    Grid,
+    check_finite,
+    first_steps,
+    product_on_grid,
+    rounded,
+    scaled_gradient,
+    token_steps,
+)
 
 _MOMENTUM = 0.99  # of a moving average of ranges, for each optimiser step
 _USUAL = 0.1  # the largest weight of an output, before `start` knows it
@@ -174,14 +183,11 @@ class Rounding(Derived):
 
     @torch.no_grad()
     def fix(self, weight: torch.Tensor, fixed: Any) -> Any:
-        """Fill `fixed`, an IntegerWeight, with the numbers of a weight (O, I), and the step of inputs.
+        """Fill `fixed`, a holder (`layers.quantized`), with the numbers of a weight (O, I), and the step of inputs.
 
         Raises ValueError for ranges that are not finite, and for inputs that training has never seen.
         """
-        if not weight.isfinite().all():
-            raise ValueError(
-                f"cannot quantise a weight of shape {tuple(weight.shape)}: it has values that are not finite"
-            )
+        check_finite(weight)
         numbers, steps = self.numbers(weight)
         if not steps.isfinite().all():
             raise ValueError(f"the learnt steps of a weight of shape {tuple(weight.shape)} are not all finite")

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
 from hf_freeze.layers.derived import traceable
-from hf_freeze.layers.factorized import TensorLinear, left_vectors
+from hf_freeze.layers.factorized import TensorLinear, equal_columns, left_vectors
 
 _FEW_CORES = 8  # up to this number d of cores, all plans are compared, about 2^d
 
@@ -42,40 +41,28 @@ class TensorTrainLinear(TensorLinear):
             self.register_parameter(f"core_{k}", nn.Parameter(torch.empty(ranks[k], n, m, ranks[k + 1], **new)))
 
     @property
+    def part_names(self) -> list[str]:  # type: ignore[override]
+        return [f"core_{k}" for k in range(len(self.in_modes))]
+
+    @property
     def cores(self) -> list[nn.Parameter]:
         """The cores in order."""
-        return [getattr(self, f"core_{k}") for k in range(len(self.in_modes))]
-
-    def initialize_parameters(self) -> None:
-        """Draw all cores with equal variance such that Var(W), the product of all ranks and core variances, is std²."""
-        variance = (self.std**2 / math.prod(self.ranks)) ** (1 / len(self.in_modes))
-        for core in self.cores:
-            initialization.normal_(core, std=variance**0.5)
-        if self.bias is not None:
-            initialization.zeros_(self.bias)
-
-    def parts(self) -> list[nn.Parameter]:
-        return self.cores
+        return [getattr(self, name) for name in self.part_names]
 
     def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return merge(parts)[0, :, :, 0].T
 
-    def dense_weight(self) -> torch.Tensor:
-        return self.product(self.used_cores())
-
-    def used_cores(self) -> list[torch.Tensor]:
-        """The cores that products are computed with."""
-        return list(self.cores)
-
     def fill(self, weight: torch.Tensor) -> None:
         """Set the cores from a dense weight (O, I) by TT-SVD at these ranks."""
-        self.set_cores(tt_svd(weight.T, self.in_modes, self.out_modes, self.ranks))
+        self.set_parts(tt_svd(weight.T, self.in_modes, self.out_modes, self.ranks))
 
-    @torch.no_grad()
-    def set_cores(self, cores: Sequence[torch.Tensor]) -> None:
-        """Set the values of the cores."""
-        for core, value in zip(self.cores, cores, strict=True):
-            core.copy_(value)
+    def balanced(self) -> list[torch.Tensor]:
+        result, core = [], self.core_0.float()
+        for following in self.cores[1:]:
+            equal, ratios = equal_columns(core.flatten(0, 2))
+            result.append(equal.view_as(core))
+            core = following.float() * ratios[:, None, None, None]
+        return [*result, core]
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
         return self._plan(tokens, device_type, training).cost
@@ -88,7 +75,7 @@ class TensorTrainLinear(TensorLinear):
 
     def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
         plan = self._plan(tokens, device_type, self.needs_gradient())
-        return plan.key, lambda: (plan, plan.matrices(self.used_cores()))
+        return plan.key, lambda: (plan, plan.matrices(self.used_parts()))
 
     def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
         plan, matrices = factors

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import initialization
 
 from hf_freeze.layers.cost import Costs, costs_of, product
 from hf_freeze.layers.derived import traceable
-from hf_freeze.layers.factorized import TensorLinear
+from hf_freeze.layers.factorized import TensorLinear, equal_columns
 from hf_freeze.layers.tensor_train import ContractionPlan, best_plan, merge_cost
 
 
@@ -42,20 +41,20 @@ class TuckerLinear(TensorLinear):
             self.register_parameter(f"factor_{k}", nn.Parameter(torch.empty(mode, rank, **new)))
 
     @property
+    def part_names(self) -> list[str]:  # type: ignore[override]
+        return ["core", *(f"factor_{k}" for k in range(len(self.ranks)))]
+
+    @property
     def factors(self) -> list[nn.Parameter]:
         """The factors of the input modes, then of the output modes."""
-        return [getattr(self, f"factor_{k}") for k in range(len(self.ranks))]
+        return [getattr(self, name) for name in self.part_names[1:]]
 
-    def initialize_parameters(self) -> None:
-        """Draw core and factors with equal variance such that Var(W), the product of all ranks and variances, is std²."""
-        variance = (self.std**2 / math.prod(self.ranks)) ** (1 / (len(self.ranks) + 1))
-        for tensor in (self.core, *self.factors):
-            initialization.normal_(tensor, std=variance**0.5)
-        if self.bias is not None:
-            initialization.zeros_(self.bias)
-
-    def parts(self) -> list[nn.Parameter]:
-        return [self.core, *self.factors]
+    def balanced(self) -> list[torch.Tensor]:
+        core, *factors = self.parts()
+        pairs = [equal_columns(factor) for factor in factors]
+        ratios = [ratio for _, ratio in pairs]
+        inputs, outputs = kronecker(ratios[: len(self.in_modes)]), kronecker(ratios[len(self.in_modes) :])
+        return [core.float() * inputs[:, None] * outputs, *(factor for factor, _ in pairs)]
 
     def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         core, *factors = parts
@@ -63,16 +62,10 @@ class TuckerLinear(TensorLinear):
         # Two matrices with min(ΠR, ΠS) columns.
         return (outputs @ core.T) @ inputs.T if self.inner <= self.outer else outputs @ (inputs @ core).T
 
-    def dense_weight(self) -> torch.Tensor:
-        return self.product(self.parts())
-
     def fill(self, weight: torch.Tensor) -> None:
         """Set core and factors from a dense weight (O, I), by HOSVD and sweeps of HOOI at these ranks."""
         core, factors = tucker(weight.T.reshape(*self.in_modes, *self.out_modes), self.ranks)
-        with torch.no_grad():
-            self.core.copy_(core.reshape(self.inner, self.outer))
-            for factor, value in zip(self.factors, factors, strict=True):
-                factor.copy_(value)
+        self.set_parts([core.reshape(self.inner, self.outer), *factors])
 
     def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
         return self._plan(tokens, device_type, training).cost
@@ -98,9 +91,9 @@ class TuckerLinear(TensorLinear):
 
     def _matrices(self, plan: "TuckerPlan") -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
         """The matrices of the input factors, of the core with the factors merged into it, and of the output factors."""
-        factors = self.factors
+        core, *factors = self.used_parts()
         ins, outs = factors[: len(self.in_modes)], factors[len(self.in_modes) :]
-        middle = self.core.T
+        middle = core.T
         if plan.inputs is None:
             middle = middle @ kronecker(ins).T
         if plan.outputs is None:

@@ -15,7 +15,7 @@ from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import has_module
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.factorized import FactorizedLinear
-from hf_freeze.layers.quantized import STORED, Quantized
+from hf_freeze.layers.quantized import STORED
 from hf_freeze.methods._checks import check_fields, check_positive, one_of, wrong
 from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
@@ -300,9 +300,9 @@ def _is_dense(model: Any, name: str) -> bool:
 def _parameters(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of each parameter, and of the buffers of quantised weights."""
     yield from layer.named_parameters(remove_duplicate=False)
-    for name, module in layer.named_modules():
-        if isinstance(module, Quantized):
-            yield from ((f"{name}.{buffer}", module.get_buffer(buffer)) for buffer in STORED)
+    for name, buffer in layer.named_buffers(remove_duplicate=False):
+        if name.rpartition(".")[2] in STORED:
+            yield name, buffer
 
 
 def _groups(depth: int, count: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ et al., 2020, "Learned Step Size Quantization", https://arxiv.org/abs/1902.08153
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,27 +12,21 @@ from transformers import initialization
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, full_name, in_layers
-from hf_freeze.layers import fake_quantized, integer_experts, integer_weights
+from hf_freeze.layers import fake_quantized, integer_experts, quantized_factors
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
-from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, GROUP, WEIGHT_RANGES, WIDTHS, Grid
+from hf_freeze.layers.grids import ACTIVATION_RANGES, GRANULARITIES, WEIGHT_RANGES, WIDTHS, Grid
 from hf_freeze.layers.low_rank import LowRankLinear
-from hf_freeze.layers.quantized import SCHEMES, STORED, QuantizedEmbedding, QuantizedLinear, check_installed
-from hf_freeze.layers.quantized_cores import FakeQuantizedTensorTrainLinear, IntegerTensorTrainLinear
-from hf_freeze.layers.quantized_factors import (
-    QuantizedLowRankEmbedding,
-    QuantizedLowRankLinear,
-    QuantizedLowRankOutput,
-    equal_columns,
-)
+from hf_freeze.layers.quantized import STORED, QuantizedEmbedding, QuantizedLinear
+from hf_freeze.layers.schemes import SCHEMES, Scheme, check_installed
 from hf_freeze.layers.sparse import SparseLinear, Sparsifiable
 from hf_freeze.layers.tensor_train import TensorTrainLinear
+from hf_freeze.layers.tucker import TuckerLinear
 from hf_freeze.methods._checks import check_bool, check_choice, check_one_given, check_share
-from hf_freeze.methods._linear import LINEARS, LinearMethod
+from hf_freeze.methods._linear import LinearMethod
+from hf_freeze.methods._quantized_values import Values
 from hf_freeze.methods.base import Facts, Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
-from hf_freeze.solvers.moments import Moments, loss, projected, without_outputs
-from hf_freeze.solvers.rounding import Rounded, Symmetric, gptq
 
 _OF_SCHEMES = ("layers", "scheme", "components", "weights")  # settings beside a scheme; all others are of `weights`
 
@@ -99,7 +93,7 @@ class Quantize(LinearMethod):
     seen, and a missing bitsandbytes.
     """
 
-    replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear, TensorTrainLinear)
+    replaces: ClassVar[tuple[type[nn.Module], ...]] = (LowRankLinear, SparseLinear, TensorTrainLinear, TuckerLinear)
     choices: ClassVar[tuple[str, ...]] = (*LINEAR_COMPONENTS, "embeddings", "experts")
 
     scheme: str | None = None
@@ -141,8 +135,10 @@ class Quantize(LinearMethod):
             check_share(self.begin, "Quantize", "begin")
 
     @property
-    def grid(self) -> Grid:
-        """The grid of `weights`, and of the inputs."""
+    def grid(self) -> Any:
+        """The Grid of `weights`, and of the inputs, or the Scheme."""
+        if self.scheme is not None:
+            return Scheme(self.scheme)
         names = ("weights", "granularity", "activations", "weight_ranges", "activation_ranges")
         return Grid(**{name: getattr(self, name) for name in names})
 
@@ -174,28 +170,9 @@ class Quantize(LinearMethod):
         return surgery.linear_names(architecture, config, self._linear_components, self.layers)
 
     def make(self, linear: Any, name: str, model: Any) -> nn.Module:
-        if isinstance(linear, SparseLinear) and self.scheme is not None:
-            raise ValueError("bitsandbytes would store the zeros of a pruned weight; give weights= instead of scheme=")
-        if isinstance(linear, TensorTrainLinear) and self.scheme is not None:
-            raise ValueError(
-                f"bitsandbytes has no tensor trains; give weights= one of {list(WIDTHS)} instead of scheme="
-            )
-        if isinstance(linear, TensorTrainLinear) and self.activations is not None:
-            raise ValueError(
-                f"activations={self.activations!r}: the product with a tensor train is a chain of contractions, not one of "
-                "integers; give activations=None, or leave the linear out by components= or layers="
-            )
-        return self._replacement(linear)
-
-    def _replacement(self, module: Any) -> nn.Module:
         """The layer that takes the place of a linear or table."""
-        plain = (
-            type(module) if type(module) in _KINDS else nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
-        )
-        frozen, fixed, training = _KINDS[plain]
-        if self.scheme is not None:
-            return frozen(module, self.scheme)
-        layer = (training if self.train else fixed)(module, self.grid)
+        frozen, training = _KINDS[type(linear) if type(linear) in _KINDS else _native_kind(linear)]
+        layer = (training if self.train else frozen)(linear, self.grid)
         if self.train:
             for rounding in layer.roundings():
                 rounding.active = not self.begin
@@ -229,13 +206,9 @@ class Quantize(LinearMethod):
         tables = self._tables(model, architecture)
         self._check_sources(model, architecture, tables)
         for name, module in tables.items():
-            surgery.replace_by_full_name(model, name, self._quantized_table(model, name, module))
-
-    def _quantized_table(self, model: Model, name: str, module: Any) -> nn.Module:
-        if type(module) not in (LowRankEmbedding, LowRankOutput):
-            kind: type[nn.Module] = nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
-            module = surgery.native_module(model, name, kind, self.name)
-        return self._replacement(module)
+            if type(module) not in _KINDS:
+                surgery.native_module(model, name, _native_kind(module), self.name)
+            surgery.replace_by_full_name(model, name, self.make(module, name, model))
 
     def _layers(self, model: Model, architecture: Architecture) -> list[tuple[str, Any]]:
         """(full name, layer) of all that the method has put in."""
@@ -281,109 +254,13 @@ class Quantize(LinearMethod):
     @torch.no_grad()
     def convert(self, old: Any, new: Model, statistics: Statistics | None = None) -> None:
         architecture = new.architecture
-        # The tables first: with statistics, the new model runs.
-        factors = (QuantizedLowRankEmbedding, QuantizedLowRankOutput, LowRankEmbedding, LowRankOutput)
-        for name, module in self._tables(new, architecture).items():
-            weight = old.get_submodule(name).weight
-            if isinstance(module, factors):
-                weight, ratios = equal_columns(weight)
-                surgery.set_values(module.projection, old.get_submodule(name).projection * ratios[:, None])
-            if not self.train:
-                if f"{name}.packed" not in new.all_tied_weights_keys:
-                    cast(Any, module).fill(weight)
-                continue
-            if isinstance(module, factors):
-                surgery.set_values(module.weight, weight)
-            cast(Any, module).start()
-        owners = {
-            f"{owner}.{matrices}.{number}": owner
-            for owner in self._experts(architecture, new.config)
-            for matrices, parameter in old.base_model.get_submodule(owner).named_parameters()
-            for number in range(len(parameter))
-        }
-        modules = dict(self.modules(new, architecture))
         if statistics is not None and (self.train or self.scheme is not None):
             setting = "train=True" if self.train else f"scheme={self.scheme!r}"
             statistics.note(f"{self.name}: {setting} is the same with a calibration as without")
             statistics = None
-        matrix_of = {owner: name for name, owner in owners.items()}  # one stands for all of a module
-        walk: Any = [dict.fromkeys(modules), *({name: None} for name in matrix_of.values())]
-        if statistics is not None and (modules or owners):
-            walk = statistics.walk([*modules, *owners], {name: (owner,) for name, owner in owners.items()})
-        for moments in walk:
-            if (owner := owners.get(next(iter(moments), ""))) is not None:
-                self._round_experts(owner, old, new, moments, statistics)
-                surgery.release(old, [owner])
-                continue
-            for name, moment in moments.items():
-                module, linear = modules[name], old.base_model.get_submodule(name)
-                if moment is None or statistics is None:
-                    self._fill(module, linear)
-                elif not surgery.restored(old, name):
-                    self._fill(module, linear)
-                    self._round(module, linear, moment, name, statistics)
-                surgery.release(old, [name])
-
-    def _fill(self, module: Any, linear: Any) -> None:
-        """Give the layer that replaces `linear` its values, each rounded to the nearest."""
-        if isinstance(module, QuantizedLowRankLinear):
-            module.fill(linear.down, linear.up)
-        elif isinstance(module, IntegerTensorTrainLinear | FakeQuantizedTensorTrainLinear):
-            module.set_cores(linear.cores)
-        elif isinstance(module, fake_quantized.FakeQuantizedLowRankLinear):
-            up, ratios = equal_columns(linear.up)
-            surgery.set_values(module.up, up)
-            surgery.set_values(module.down, linear.down * ratios[:, None])
-        elif not self.train:
-            module.fill(surgery.effective_weight(linear))
-        if self.train:
-            cast(Any, module).start()
-
-    @torch.no_grad()
-    def _round_experts(self, owner: str, old: Any, new: Model, moments: Any, statistics: Statistics | None) -> None:
-        """Round the matrices of the experts `owner`: each to the nearest, or by its moments."""
-        experts, integers = (model.base_model.get_submodule(owner) for model in (old, new))
-        for name, module in integer_experts.held_matrices(integers):
-            matrices = experts.get_parameter(name)
-            module.fill(matrices.flatten(0, 1))
-            plain = module.matrices()
-            numbers, steps = (x.view(*matrices.shape[:2], -1).clone() for x in (module.integers(), module.steps()))
-            for number, matrix in enumerate(matrices):
-                moment = moments.get(place := f"{owner}.{name}.{number}")
-                if moment is not None and statistics is not None:
-                    rounded = self._gptq(matrix, None, moment)
-                    numbers[number], steps[number] = rounded.numbers, rounded.steps
-                    errors = (loss(matrix, each.to(matrix), moment) for each in (plain[number], rounded.weight()))
-                    statistics.record(place, *errors)
-            module.set_grid(numbers.flatten(0, 1), steps.flatten(0, 1))
-
-    def _gptq(self, weight: Any, bias: Any, moments: Moments) -> Rounded:
-        group = None if self.granularity == "channel" else GROUP
-        return gptq(weight, bias, moments, Symmetric(self.grid.levels), group=group)
-
-    def _round(self, module: Any, linear: Any, moments: Moments, name: str, statistics: Statistics) -> None:
-        """Round `linear` again, so that what comes out of the layer changes least; its bias follows."""
-        weight, bias = surgery.effective_weight(linear), linear.bias
-        before = loss(weight, module.dense_weight(), moments, bias, bias)
-        if isinstance(module, integer_weights.IntegerLowRankLinear):
-            up, ratios = equal_columns(linear.up)
-            self._set_rounded(module.down, linear.down * ratios[:, None], None, without_outputs(moments))
-            inner = projected(moments, module.down.dense_weight(), weight, bias)
-            new_bias = self._set_rounded(module.up, up, bias, inner)
-        elif isinstance(module, integer_weights.IntegerLinear):
-            new_bias = self._set_rounded(module, weight, bias, moments)
-        else:
-            statistics.note(f"{self.name}: a {type(linear).__name__} is rounded as without a calibration")
-            return
-        if new_bias is not None:
-            surgery.set_values(module.bias, new_bias)
-        statistics.record(name, before, loss(weight, module.dense_weight(), moments, bias, module.bias))
-
-    def _set_rounded(self, module: Any, weight: Any, bias: Any, moments: Moments) -> torch.Tensor | None:
-        """Round W (O, I) to the grid, and return its bias (O,) or None."""
-        rounded = self._gptq(weight, bias, moments)
-        module.set_grid(rounded.numbers, rounded.steps)
-        return rounded.bias
+        values = Values(self.name, self.grid, self.train, old, new, statistics)
+        values.set_tables(self._tables(new, architecture))  # first: with statistics, the new model runs
+        values.set_linears(dict(self.modules(new, architecture)), self._experts(architecture, new.config))
 
     def prepare(self, model: Model, architecture: Architecture) -> None:
         if not self.train and self.scheme is None and (self.grid.is_static or self.weight_ranges == "learnt"):
@@ -423,27 +300,20 @@ class Quantize(LinearMethod):
             surgery.replace_by_full_name(model, name, dense)
 
 
-# Class of what is replaced -> the layers of `scheme`, of `weights`, and of the training for these.
-_KINDS: dict[type[nn.Module], tuple[Any, Any, Any]] = {
-    nn.Linear: (QuantizedLinear, integer_weights.IntegerLinear, fake_quantized.like),
-    nn.Embedding: (QuantizedEmbedding, integer_weights.IntegerEmbedding, fake_quantized.FakeQuantizedEmbedding),
-    LowRankLinear: (
-        QuantizedLowRankLinear,
-        integer_weights.IntegerLowRankLinear,
-        fake_quantized.FakeQuantizedLowRankLinear,
-    ),
-    TensorTrainLinear: (None, IntegerTensorTrainLinear, FakeQuantizedTensorTrainLinear),
-    SparseLinear: (None, integer_weights.IntegerSparseLinear, fake_quantized.FakeQuantizedSparseLinear),
-    LowRankEmbedding: (
-        QuantizedLowRankEmbedding,
-        integer_weights.IntegerLowRankEmbedding,
-        fake_quantized.FakeQuantizedLowRankEmbedding,
-    ),
-    LowRankOutput: (
-        QuantizedLowRankOutput,
-        integer_weights.IntegerLowRankOutput,
-        fake_quantized.FakeQuantizedLowRankOutput,
-    ),
+def _native_kind(module: Any) -> type[nn.Module]:
+    return nn.Embedding if isinstance(module, nn.Embedding) else nn.Linear
+
+
+# Class of what is replaced -> the layer that holds few bits, and the one that trains for them.
+_KINDS: dict[type[nn.Module], tuple[Any, Any]] = {
+    nn.Linear: (QuantizedLinear, fake_quantized.like),
+    nn.Embedding: (QuantizedEmbedding, fake_quantized.FakeQuantizedEmbedding),
+    LowRankLinear: (quantized_factors.QuantizedLowRankLinear, fake_quantized.FakeQuantizedLowRankLinear),
+    TensorTrainLinear: (quantized_factors.QuantizedTensorTrainLinear, fake_quantized.FakeQuantizedTensorTrainLinear),
+    TuckerLinear: (quantized_factors.QuantizedTuckerLinear, fake_quantized.FakeQuantizedTuckerLinear),
+    SparseLinear: (quantized_factors.QuantizedSparseLinear, fake_quantized.FakeQuantizedSparseLinear),
+    LowRankEmbedding: (quantized_factors.QuantizedLowRankEmbedding, fake_quantized.FakeQuantizedLowRankEmbedding),
+    LowRankOutput: (quantized_factors.QuantizedLowRankOutput, fake_quantized.FakeQuantizedLowRankOutput),
 }
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture, base_name, full_name, hidden_size, read
-from hf_freeze.layers.derived import taken
+from hf_freeze.layers.derived import features, taken
 from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
-from hf_freeze.layers.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
+from hf_freeze.layers.quantized import Quantized
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.replacing import is_native, native_module, put, select_features, set_values
 
@@ -80,10 +80,9 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
             elif module.bias is not None:
                 module.bias = nn.Parameter(module.bias.detach()[:count].clone())
             continue
-        has_rows = not isinstance(module, Quantized) or module.has_whole_rows
-        if is_native(module, nn.Embedding) or (isinstance(module, QuantizedEmbedding) and has_rows):
+        if is_native(module, nn.Embedding):
             shorter: nn.Module = _with_rows(module, count)
-        elif type(module) is nn.Linear or (isinstance(module, QuantizedLinear) and has_rows):
+        elif type(module) is nn.Linear or getattr(module, "has_whole_rows", False):
             shorter = select_features(module, count, outputs=True)
         else:
             raise ValueError(
@@ -101,12 +100,9 @@ def cut_vocabulary(model: Any, architecture: Architecture, count: int, method: s
 
 
 def _with_rows(table: Any, count: int) -> Any:
-    """A table of the same class and settings with its first `count` rows."""
+    """A native table of the same class and settings with its first `count` rows."""
     shorter = copy.copy(table)
-    if isinstance(table, Quantized):
-        shorter.set_rows(range(count))
-    else:
-        shorter._parameters = {"weight": nn.Parameter(table.weight.detach()[:count].clone())}
+    shorter._parameters = {"weight": nn.Parameter(table.weight.detach()[:count].clone())}
     shorter.num_embeddings = count
     return shorter
 
@@ -159,7 +155,7 @@ def output_bias_name(model: Any, architecture: Architecture) -> str | None:
     if output is None or architecture.output_bias is not None:
         return None if output is None else architecture.output_bias
     module, inside = model.get_submodule(output), full_name(model, "")
-    rows = module.shape[0] if isinstance(module, Quantized) else module.weight.shape[0]
+    rows = features(module)[1]
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
     for name, tensor in tensors:
         outside = not name.startswith((f"{output}.", *([inside] if inside else [])))

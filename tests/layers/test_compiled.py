@@ -9,8 +9,8 @@ from transformers import initialization
 from hf_freeze.layers import LowRankLinear, TensorTrainLinear, TuckerLinear
 from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding
 from hf_freeze.layers.grids import Grid
-from hf_freeze.layers.integer_weights import IntegerLinear, IntegerSparseLinear
 from hf_freeze.layers.quantized import QuantizedEmbedding, QuantizedLinear
+from hf_freeze.layers.quantized_factors import QuantizedSparseLinear
 from hf_freeze.layers.sparse import SparseLinear
 
 LINEARS = {
@@ -75,13 +75,13 @@ def quantized(layer, linear):
 
 
 def integers(linear, **grid):
-    return quantized(IntegerLinear(linear, Grid(weights="int4", **grid)), linear)
+    return quantized(QuantizedLinear(linear, Grid(weights="int4", **grid)), linear)
 
 
 def sparse_integers(linear):
     linear = sparse(linear, 0.5)
     with initialization.no_init_weights():
-        layer = IntegerSparseLinear(linear, Grid(weights="int4"))
+        layer = QuantizedSparseLinear(linear, Grid(weights="int4"))
     layer.get_buffer("mask").copy_(linear.get_buffer("mask"))
     return quantized(layer, linear)
 

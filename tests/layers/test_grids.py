@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from hf_freeze.layers import grids
 from hf_freeze.layers.grids import Grid, pack, rounded, scaled_gradient, unpack
-from hf_freeze.layers.integer_weights import IntegerLinear
+from hf_freeze.layers.quantized import QuantizedLinear
 
 every_width = pytest.mark.parametrize("weights", grids.WIDTHS)
 every_granularity = pytest.mark.parametrize("granularity", grids.GRANULARITIES)
@@ -32,7 +32,7 @@ def reference(weight: np.ndarray, weights: str, granularity: str) -> np.ndarray:
 def test_the_stored_weight_is_that_of_numpy(shape, weights, granularity):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     weight[1] = 0  # a channel without a range
-    layer = IntegerLinear(nn.Linear(*reversed(shape)), Grid(weights=weights, granularity=granularity))
+    layer = QuantizedLinear(nn.Linear(*reversed(shape)), Grid(weights=weights, granularity=granularity))
     layer.fill(weight)
     expected = reference(weight.numpy(), weights, granularity)
     np.testing.assert_allclose(layer.dense_weight().numpy(), expected, rtol=1e-5, atol=1e-7)
@@ -40,7 +40,7 @@ def test_the_stored_weight_is_that_of_numpy(shape, weights, granularity):
     groups = 1 if granularity == "channel" else -(-shape[1] // 64)
     per_row = shape[1] if weights == "int8" else -(-shape[1] // 2)
     assert (layer.packed.nbytes, layer.scales.nbytes) == (shape[0] * per_row, 4 * shape[0] * groups)
-    again = IntegerLinear(nn.Linear(*reversed(shape)), layer.grid)
+    again = QuantizedLinear(nn.Linear(*reversed(shape)), layer.grid)
     again.fill(layer.dense_weight())  # what is on the grid stays there
     assert torch.equal(again.integers(), layer.integers())
 

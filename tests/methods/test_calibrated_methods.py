@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hf_freeze import make_variant
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.layers.integer_weights import IntegerLinear
 from hf_freeze.layers.masked import Masked
+from hf_freeze.layers.quantized import QuantizedLinear
 from hf_freeze.layers.sparse import SparseLinear
 from hf_freeze.methods import (
     FactorizedEmbedding,
@@ -183,7 +183,7 @@ def test_bad_criteria():
 
 def test_numbers_lie_on_the_grid_that_is_stored(model):
     calibrated = variant(model, METHODS["int4 in groups"], texts=batches(model))
-    layers = [module for module in calibrated.modules() if isinstance(module, IntegerLinear)]
+    layers = [module for module in calibrated.modules() if isinstance(module, QuantizedLinear)]
     assert layers
     for layer in layers:
         numbers, steps = layer.integers(), layer.steps()

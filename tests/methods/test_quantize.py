@@ -18,8 +18,9 @@ from hf_freeze import make_variant, methods
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers import QuantizedEmbedding, QuantizedLinear
-from hf_freeze.layers import quantized as quantized_file
-from hf_freeze.layers.quantized import SCHEMES
+from hf_freeze.layers import schemes as schemes_file
+from hf_freeze.layers.quantized import STORED
+from hf_freeze.layers.schemes import SCHEMES
 
 ALL = ["ffn", "attention", "embeddings"]
 MARIAN = ARCHITECTURES["marian"]
@@ -79,9 +80,9 @@ def test_weights_are_quantised_some_rows_at_a_time(scheme, monkeypatch):
     weight = torch.randn(150, 37)
     whole, parts = (QuantizedLinear(nn.Linear(37, 150), scheme) for _ in range(2))
     whole.fill(weight)
-    monkeypatch.setattr(quantized_file, "_rows_at_once", lambda columns: 64)
+    monkeypatch.setattr(schemes_file, "_rows_at_once", lambda columns: 64)
     parts.fill(weight)
-    assert all(torch.equal(getattr(whole, name), getattr(parts, name)) for name in quantized_file.STORED)
+    assert all(torch.equal(getattr(whole, name), getattr(parts, name)) for name in STORED)
 
 
 @every_scheme
@@ -298,12 +299,6 @@ def test_an_unknown_setting_is_refused(settings, message):
             "'freeze' draws 'model.shared.weight' from a seed",
         ),
         (
-            methods.TensorTrain(rank=2),
-            {},
-            "'encoder.layers.0.fc1': bitsandbytes has no tensor trains; give weights= one of",
-        ),
-        (methods.Tucker(rank=2), {}, "'encoder.layers.0.fc1' is a TuckerLinear already"),
-        (
             methods.AdaptiveEmbedding(cutoffs=[20]),
             {"components": ["embeddings"]},
             "'model.shared' is a AdaptiveInputEmbedding already.*leave one of the two out",
@@ -332,7 +327,7 @@ def test_some_layers_may_be_drawn_from_a_seed_and_others_quantised():
 
 
 def test_without_bitsandbytes_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(quantized_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(schemes_file, "find_spec", lambda name: None)
     case = case_of(MARIAN, "nf4")
     with pytest.raises(
         ValueError, match=r'\A.*bitsandbytes, which is missing; from a clone: pip install .* "\.\[quantize\]"\Z'

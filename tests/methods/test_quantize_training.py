@@ -14,8 +14,8 @@ from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fake_quantized import FakeQuantizedEmbedding, Rounded, like
 from hf_freeze.layers.grids import Grid
-from hf_freeze.layers.integer_weights import IntegerLinear, IntegerSparseLinear
-from hf_freeze.layers.quantized_cores import IntegerTensorTrainLinear
+from hf_freeze.layers.quantized import QuantizedLinear
+from hf_freeze.layers.quantized_factors import QuantizedSparseLinear, QuantizedTensor
 from hf_freeze.layers.rounding import Rounding
 
 LINEARS = ["ffn", "attention"]
@@ -187,7 +187,7 @@ def test_every_range_stays_finite():
         if isinstance(module, Rounding):
             assert all(value.isfinite().all() for value in (*module.parameters(), *module.buffers()))
     model.finalize()
-    steps = [module.steps() for module in model.modules() if isinstance(module, IntegerLinear)]
+    steps = [module.steps() for module in model.modules() if isinstance(module, QuantizedLinear)]
     assert steps
     assert all(((step > 0) & (step < 1e3)).all() for step in steps)
 
@@ -241,7 +241,7 @@ def test_zeros_of_pruning_stay_zero_and_are_not_stored(architecture, tmp_path):
     expected = outputs(small, case.batch())
     small.finalize()
     assert differences(outputs(small, case.batch()), expected) == []
-    layers = [module for module in small.modules() if isinstance(module, IntegerSparseLinear)]
+    layers = [module for module in small.modules() if isinstance(module, QuantizedSparseLinear)]
     assert layers
     assert sum(layer.packed.nbytes for layer in layers) <= sum(-(-layer.nonzeros // 2) for layer in layers)
     for name, value in small.merge().state_dict().items():
@@ -273,8 +273,12 @@ def test_factors_and_tables_of_low_rank(train, tmp_path):
         ),
     ],
 )
-def test_tensor_trains(architecture, settings, tmp_path):
-    before = methods.TensorTrain(rank=4, components=LINEARS)
+@pytest.mark.parametrize(
+    "before",
+    [methods.TensorTrain(rank=4, components=LINEARS), methods.Tucker(rank=3, components=LINEARS)],
+    ids=["tensor train", "Tucker"],
+)
+def test_factors_of_tensors(before, architecture, settings, tmp_path):
     case = case_of(architecture, before, quantize(components=LINEARS, activations=None, **settings))
     model = trained(build_anew(case), case.batch())
     expected = outputs(model, case.batch())
@@ -283,13 +287,16 @@ def test_tensor_trains(architecture, settings, tmp_path):
         check_saved(copy.deepcopy(model), case, tmp_path / "training")
         model.finalize()
     assert differences(outputs(model, case.batch()), expected) == []
-    trains = [module for module in model.modules() if isinstance(module, IntegerTensorTrainLinear)]
-    stored = [core for train in trains for core in train.stored]
+    layers = [module for module in model.modules() if isinstance(module, QuantizedTensor)]
+    stored = [holder for layer in layers for holder in layer.holders()]
     assert stored
-    counts = [core.weight_count for core in stored]
-    nbytes = sum(count if settings.get("weights") is None else -(-count // 2) for count in counts)
-    assert sum(core.packed.nbytes for core in stored) == nbytes
-    saved = 4 * sum(counts) - nbytes - sum(core.scales.nbytes for core in stored)
+    counts = [holder.weight_count for holder in stored]
+    nbytes = [
+        count if settings.get("weights") is None else h.shape[0] * -(-h.shape[1] // 2)
+        for h, count in zip(stored, counts, strict=True)
+    ]
+    assert [holder.packed.nbytes for holder in stored] == nbytes
+    saved = 4 * sum(counts) - sum(nbytes) - sum(holder.scales.nbytes for holder in stored)
     assert stored_bytes(model) == stored_bytes(build_anew(case_of(architecture, before))) - saved
     check_saved(model, case, tmp_path / "fixed")
 
@@ -360,7 +367,10 @@ def test_an_unknown_setting_is_refused(settings, message):
             [methods.TensorTrain(rank=2), quantize()],
             "'encoder.layers.0.fc1': activations='int8': .* chain of contractions.*activations=None, or leave the linear",
         ),
-        ([methods.Tucker(rank=2), quantize(activations=None)], "'encoder.layers.0.fc1' is a TuckerLinear already"),
+        (
+            [methods.Tucker(rank=2), quantize()],
+            "'encoder.layers.0.fc1': activations='int8': .* chain of contractions.*activations=None, or leave the linear",
+        ),
         (
             [quantize(), methods.VocabularyTrimming(keep=[0, 1, 2])],
             "trains the tables.*put VocabularyTrimming first, or finalize",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from hf_freeze import make_variant, methods
 from hf_freeze.layers.grids import Grid
-from hf_freeze.layers.integer_weights import IntegerEmbedding, IntegerLinear
+from hf_freeze.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.export import onnx as onnx_format
 from hf_freeze.publish.export.folders import Export
@@ -29,7 +29,7 @@ GROUPS = Grid(weights="int4", granularity="group-64")
 
 def in_four_bits(layer: nn.Module, grid: Grid) -> nn.Module:
     """The layer on the grid, with rows of very different sizes."""
-    kind = IntegerEmbedding if isinstance(layer, nn.Embedding) else IntegerLinear
+    kind = QuantizedEmbedding if isinstance(layer, nn.Embedding) else QuantizedLinear
     result = kind(layer, grid)
     result.fill(layer.weight * torch.logspace(-3, 0, len(layer.weight))[:, None])
     result.store_numbers()
@@ -186,7 +186,7 @@ class Large(nn.Module):
     def __init__(self):
         super().__init__()
         self.model = SimpleNamespace(config=PreTrainedConfig())
-        self.linear = IntegerLinear(nn.Linear(128, 64), GROUPS)
+        self.linear = QuantizedLinear(nn.Linear(128, 64), GROUPS)
         self.linear.fill(torch.ones(64, 128))
         self.linear.store_numbers()
 

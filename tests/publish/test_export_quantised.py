@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.layers.integer_weights import IntegerEmbedding, IntegerLinear
+from hf_freeze.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from hf_freeze.publish.export import ctranslate2 as ctranslate2_format
 from hf_freeze.publish.export import export_model, onnx_int8
 from hf_freeze.publish.export import onnx as onnx_format
@@ -91,7 +91,7 @@ def test_onnx_holds_and_multiplies_the_integers(settings, tmp_path):
     model.save_pretrained(tmp_path / "model")
     folder = export_model(tmp_path / "model", "onnx")
     graph = onnx.load(folder / "model.onnx")
-    layers = [module for module in model.modules() if isinstance(module, IntegerLinear)]
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     products = [node for node in graph.graph.node if node.op_type == "MatMulInteger"]
     assert len(products) == (0 if "granularity" in settings else len(layers))
     stored = {onnx.numpy_helper.to_array(value).tobytes() for value in graph.graph.initializer}
@@ -195,7 +195,7 @@ def test_ctranslate2_gets_the_integers_and_steps(settings, tmp_path, monkeypatch
     steps = {
         r.tobytes(): 1 / scale for values, scales in held.values() for r, scale in zip(values, scales, strict=True)
     }
-    layers = [module for module in model.modules() if isinstance(module, IntegerLinear | IntegerEmbedding)]
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear | QuantizedEmbedding)]
     assert len(layers) > 10
     for layer in layers:
         for numbers, step in zip(layer.integers().numpy(), layer.steps()[:, 0].tolist(), strict=True):

@@ -7,19 +7,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_freeze.layers.integer_weights import IntegerWeight
-from hf_freeze.layers.quantized_factors import QuantizedFactor
+from hf_freeze.layers.quantized import Quantized
 from hf_freeze.methods.quantize import Quantize
+
+
+def _holders(model: Any) -> list[Quantized]:
+    return [module for module in model.modules() if isinstance(module, Quantized)]
 
 
 def rounds_inputs(model: Any) -> bool:
     """Whether the inputs of linears are rounded."""
-    return any(isinstance(m, IntegerWeight) and m.grid.activations is not None for m in model.modules())
+    return any(holder.grid.activations is not None for holder in _holders(model))
 
 
 def check_static(model: Any, format: str, say: Callable[[str], Any]) -> None:
     """Say it if inputs have ranges that the format has no place for."""
-    if any(isinstance(module, IntegerWeight) and module.grid.is_static for module in model.modules()):
+    if any(holder.grid.is_static for holder in _holders(model)):
         say(f"{format} finds the range of the inputs of each token itself; those of the training are left out")
 
 
@@ -35,11 +38,10 @@ def leave_inputs(model: Any) -> None:
 def steps_of_rows(model: Any) -> dict[bytes, float]:
     """The bytes of a row of a dense weight, fp32 -> its step, for the weights with one step for each output."""
     steps: dict[bytes, float] = {}
-    for module in model.modules():
-        whole = isinstance(module, IntegerWeight) and module.grid.granularity == "channel"
-        if whole and not isinstance(module, QuantizedFactor):
-            rows = module.dequantized(torch.float32).numpy()
-            steps |= zip((row.tobytes() for row in rows), module.steps()[:, 0].tolist(), strict=True)
+    for holder in _holders(model):
+        if holder.grid.granularity == "channel" and not holder.is_factor:
+            rows = holder.dequantized(torch.float32).numpy()
+            steps |= zip((row.tobytes() for row in rows), holder.steps()[:, 0].tolist(), strict=True)
     return steps
 
 
