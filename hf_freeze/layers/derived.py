@@ -16,6 +16,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.architectures.roles import features as features
+from hf_freeze.architectures.roles import weight_as_rows
 from hf_freeze.compat.transformers import NeverDrawn
 
 
@@ -215,6 +216,11 @@ class DerivedWeight(Derived):
     """y = x Wᵀ + b with the dense weight W: cached in inference, recomputed in every training forward."""
 
     bias: nn.Parameter | None
+
+    def of_heads(self, factors: torch.Tensor) -> torch.Tensor:
+        """(O, I): the weight of an nn.Linear or Conv1D, of which each of N `factors` multiplies an equal part of the inputs."""
+        weight = weight_as_rows(self)
+        return weight * factors.to(weight.dtype).repeat_interleave(weight.shape[1] // factors.numel())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""

@@ -56,6 +56,21 @@ class FactorizedLinear(DerivedLinear):
         for part, value in zip(self.parts(), values, strict=True):
             part.data = value.to(part, copy=True).contiguous()
 
+    def used_parts(self) -> list[torch.Tensor]:
+        """The factors that products are computed with."""
+        return self.parts()
+
+    def dense_weight(self) -> torch.Tensor:
+        return self.product(self.used_parts())
+
+    def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """(O, I): the dense weight of these factors, linear in each of them."""
+        raise NotImplementedError
+
+    def shape_like(self, linear: Any) -> None:
+        """Make this layer one of the shape of `linear`, with fresh factors."""
+        raise NotImplementedError
+
     def balanced(self) -> list[torch.Tensor]:
         """The factors of the same weight that lose least if each row gets a step of its own, fp32: a factor has columns of equal
         norm where another one can take up the rest."""
@@ -166,7 +181,11 @@ class FactorizedLinear(DerivedLinear):
 
 class TensorLinear(FactorizedLinear):
     """A linear whose weight, reshaped to a tensor with the modes `in_modes` of the inputs and `out_modes` of the outputs, is a
-    product of factors. `std`: initial standard deviation of an entry of the dense weight."""
+    product of factors. `std`: initial standard deviation of an entry of the dense weight. `matrices` gives what a plan of
+    contractions, the cheapest of which `_plan` finds, multiplies by."""
+
+    _plan: Any
+    matrices: Any
 
     def __init__(
         self,
@@ -186,7 +205,6 @@ class TensorLinear(FactorizedLinear):
         self.initialize_parameters()
 
     def shape_like(self, linear: Any) -> None:
-        """Make this layer one of the shape of `linear`, with fresh factors."""
         settings = (linear.in_modes, linear.out_modes, linear.ranks)
         TensorLinear.__init__(self, linear, *settings, std=linear.std, execution=linear.execution)
 
@@ -202,16 +220,16 @@ class TensorLinear(FactorizedLinear):
         if self.bias is not None:
             initialization.zeros_(self.bias)
 
-    def used_parts(self) -> list[torch.Tensor]:
-        """The factors that products are computed with."""
-        return self.parts()
+    def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
+        return self._plan(tokens, device_type, training).cost
 
-    def dense_weight(self) -> torch.Tensor:
-        return self.product(self.used_parts())
+    def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
+        plan = self._plan(tokens, device_type, self.needs_gradient())
+        return plan.key, lambda: (plan, self.matrices(plan))
 
-    def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """(O, I): the dense weight of these factors, linear in each of them."""
-        raise NotImplementedError
+    def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
+        plan, matrices = factors
+        return plan.multiply(x, matrices)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.in_modes} x {self.out_modes}, ranks={self.ranks}, execution={self.execution!r}"

@@ -17,22 +17,14 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from hf_freeze.architectures.roles import table_scale
+from hf_freeze.architectures.roles import table_scale, weight_as_rows
+from hf_freeze.layers import quantized_factors
 from hf_freeze.layers.derived import Derived, linear_like, scaled, taken
-from hf_freeze.layers.factorized import TensorLinear
+from hf_freeze.layers.factorized import FactorizedLinear, TensorLinear
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.grids import Grid, rounded
 from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.quantized import QuantizedEmbedding, QuantizedLinear
-from hf_freeze.layers.quantized_factors import (
-    QuantizedLowRankEmbedding,
-    QuantizedLowRankLinear,
-    QuantizedLowRankOutput,
-    QuantizedSparseLinear,
-    QuantizedTensorTrainLinear,
-    QuantizedTuckerLinear,
-    check_inputs,
-)
 from hf_freeze.layers.rounding import Rounding
 from hf_freeze.layers.sparse import SparseLinear
 from hf_freeze.layers.tensor_train import TensorTrainLinear
@@ -58,6 +50,10 @@ class Rounded(Derived):
     def full_weights(self) -> list[torch.Tensor]:
         """(O, I) of each weight, in full precision."""
         return [self.weight]  # type: ignore[list-item]
+
+    def dense_weight(self) -> torch.Tensor:
+        (rounding,), (weight,) = self.roundings(), self.full_weights()
+        return rounding.weight(weight)
 
     def start(self) -> None:
         """Set learnt steps from the weights."""
@@ -85,12 +81,8 @@ class _Linear(Rounded):
     bias: nn.Parameter | None
     fixed_class = QuantizedLinear
 
-    def oriented(self) -> torch.Tensor:
-        """The full-precision weight (O, I)."""
-        return self.weight.T if isinstance(self, Conv1D) else self.weight
-
     def full_weights(self) -> list[torch.Tensor]:
-        return [self.oriented()]
+        return [weight_as_rows(self)]
 
     @property
     def selectable(self) -> bool:
@@ -109,12 +101,9 @@ class _Linear(Rounded):
         new.rounding.select(kept, outputs=outputs)
         return new
 
-    def dense_weight(self) -> torch.Tensor:
-        return self.rounding.weight(self.oriented())
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
-        return self.rounding.product(x, self.oriented(), self.bias, [self.weight])
+        return self.rounding.product(x, weight_as_rows(self), self.bias, [self.weight])
 
 
 class FakeQuantizedLinear(_Linear, nn.Linear):
@@ -146,9 +135,6 @@ class FakeQuantizedEmbedding(Rounded, nn.Embedding):
     def add_roundings(self, grid: Grid) -> None:
         super().add_roundings(replace(grid, activations=None))
 
-    def dense_weight(self) -> torch.Tensor:
-        return self.rounding.weight(self.weight)
-
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """(...) -> (..., H), of the table as it is now."""
         rows = functional.embedding(ids, self.weight, self.padding_idx)
@@ -167,17 +153,31 @@ class FakeQuantizedEmbedding(Rounded, nn.Embedding):
         return scaled(self.rows(input), self.scale)
 
 
-class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
+class _Factors(Rounded, FactorizedLinear):
+    """A mixin: the factors are rounded in the forward, and trained straight through that."""
+
+    def __init__(self, linear: FactorizedLinear, grid: Grid) -> None:
+        self.shape_like(linear)
+        self.add_roundings(grid)
+
+    def full_weights(self) -> list[torch.Tensor]:
+        return [part.flatten(1) for part in self.parts()]
+
+    def used_parts(self) -> list[torch.Tensor]:
+        pairs = zip(self.roundings(), self.parts(), strict=True)
+        return [rounding.weight(part.flatten(1)).view_as(part) for rounding, part in pairs]
+
+    def dense_weight(self) -> torch.Tensor:
+        return self.product(self.used_parts())
+
+
+class FakeQuantizedLowRankLinear(_Factors, LowRankLinear):
     """Replaces a LowRankLinear: W = up · down with both factors on a grid; if inputs are rounded, so is what lies between."""
 
     rounding_names = ("down_rounding", "up_rounding")
-    fixed_class = QuantizedLowRankLinear
+    fixed_class = quantized_factors.QuantizedLowRankLinear
     down_rounding: Rounding
     up_rounding: Rounding
-
-    def __init__(self, linear: LowRankLinear, grid: Grid) -> None:
-        LowRankLinear.__init__(self, linear, linear.rank, std=linear.std, solver=linear.solver)
-        self.add_roundings(grid)
 
     @property
     def selectable(self) -> bool:
@@ -188,12 +188,6 @@ class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
         (new.up_rounding if outputs else new.down_rounding).select(kept, outputs=outputs)
         return new
 
-    def full_weights(self) -> list[torch.Tensor]:
-        return self.parts()
-
-    def dense_weight(self) -> torch.Tensor:
-        return self.up_rounding.weight(self.up) @ self.down_rounding.weight(self.down)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
         inner = self.down_rounding.product(x, self.down, None, [self.down])
@@ -201,25 +195,21 @@ class FakeQuantizedLowRankLinear(Rounded, LowRankLinear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class RoundedTensor(Rounded, TensorLinear):
-    """A mixin: the factors are rounded in the forward, and trained straight through that."""
+class _Tensor(_Factors, TensorLinear):
+    """A mixin for decompositions of a tensor, whose inputs are not rounded."""
 
     _in_full = False  # in a forward of training before rounding begins
 
-    def __init__(self, linear: TensorLinear, grid: Grid) -> None:
-        check_inputs(grid)
-        self.shape_like(linear)
-        self.rounding_names = [f"rounding_{k}" for k in range(len(self.part_names))]
-        self.add_roundings(grid)
+    def add_roundings(self, grid: Grid) -> None:
+        quantized_factors.check_inputs(grid)
+        super().add_roundings(grid)
 
-    def full_weights(self) -> list[torch.Tensor]:
-        return [part.flatten(1) for part in self.parts()]
+    @property
+    def rounding_names(self) -> list[str]:  # type: ignore[override]
+        return [f"rounding_{k}" for k in range(len(self.part_names))]
 
     def used_parts(self) -> list[torch.Tensor]:
-        if self._in_full:
-            return self.parts()
-        pairs = zip(self.roundings(), self.parts(), strict=True)
-        return [rounding.weight(part.flatten(1)).view_as(part) for rounding, part in pairs]
+        return self.parts() if self._in_full else super().used_parts()
 
     def needs_gradient(self) -> bool:
         """Also in training without gradients, where nothing may be cached: rounding begins at some step."""
@@ -227,7 +217,7 @@ class RoundedTensor(Rounded, TensorLinear):
         return self.training or super().needs_gradient() or (torch.is_grad_enabled() and learnt)
 
     def _learnt_steps(self) -> Iterable[nn.Parameter]:
-        return (steps for rounding in self.roundings() for steps in rounding.parameters())
+        return (steps for rounding in self.roundings() for steps in rounding._parameters.values())  # type: ignore[misc]
 
     def _sources(self) -> Iterable[Any]:
         return (*super()._sources(), *self._learnt_steps())
@@ -241,22 +231,22 @@ class RoundedTensor(Rounded, TensorLinear):
             self._in_full = False
 
 
-class FakeQuantizedTensorTrainLinear(RoundedTensor, TensorTrainLinear):
+class FakeQuantizedTensorTrainLinear(_Tensor, TensorTrainLinear):
     """Replaces a TensorTrainLinear."""
 
-    fixed_class = QuantizedTensorTrainLinear
+    fixed_class = quantized_factors.QuantizedTensorTrainLinear
 
 
-class FakeQuantizedTuckerLinear(RoundedTensor, TuckerLinear):
+class FakeQuantizedTuckerLinear(_Tensor, TuckerLinear):
     """Replaces a TuckerLinear."""
 
-    fixed_class = QuantizedTuckerLinear
+    fixed_class = quantized_factors.QuantizedTuckerLinear
 
 
 class FakeQuantizedLowRankEmbedding(FakeQuantizedEmbedding, LowRankEmbedding):
     """Replaces a LowRankEmbedding: the table (V, E) is on a grid, the projection (E, H) is not."""
 
-    fixed_class = QuantizedLowRankEmbedding
+    fixed_class = quantized_factors.QuantizedLowRankEmbedding
 
     def __init__(self, table: LowRankEmbedding, grid: Grid) -> None:
         LowRankEmbedding.__init__(self, table, table.weight.shape[1])
@@ -274,14 +264,14 @@ class FakeQuantizedLowRankEmbedding(FakeQuantizedEmbedding, LowRankEmbedding):
 class FakeQuantizedLowRankOutput(Rounded, LowRankOutput):
     """Replaces a LowRankOutput: the table (V, E) is on a grid, and what it is multiplied with; the projection (E, H) is not."""
 
-    fixed_class = QuantizedLowRankOutput
+    fixed_class = quantized_factors.QuantizedLowRankOutput
 
     def __init__(self, linear: LowRankOutput, grid: Grid) -> None:
         LowRankOutput.__init__(self, linear, linear.weight.shape[1], linear.std)
         self.add_roundings(grid)
 
     def dense_weight(self) -> torch.Tensor:
-        return self.rounding.weight(self.weight) @ self.projection
+        return super().dense_weight() @ self.projection
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V)"""
@@ -292,7 +282,7 @@ class FakeQuantizedLowRankOutput(Rounded, LowRankOutput):
 class FakeQuantizedSparseLinear(Rounded, SparseLinear):
     """Replaces a SparseLinear: its non-zero weights are on a grid, on which zero is a number, so that zeros stay zero."""
 
-    fixed_class = QuantizedSparseLinear
+    fixed_class = quantized_factors.QuantizedSparseLinear
 
     def __init__(self, linear: SparseLinear, grid: Grid) -> None:
         SparseLinear.__init__(self, linear, linear.nonzeros)
@@ -301,9 +291,6 @@ class FakeQuantizedSparseLinear(Rounded, SparseLinear):
 
     def full_weights(self) -> list[torch.Tensor]:
         return [SparseLinear.dense_weight(self)]
-
-    def dense_weight(self) -> torch.Tensor:
-        return self.rounding.weight(super().dense_weight())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""

@@ -38,8 +38,7 @@ class Gated(DerivedWeight):
         self.gates[list(self.masked)] = 0
 
     def dense_weight(self) -> torch.Tensor:
-        weight = self.weight.T if isinstance(self, Conv1D) else self.weight
-        return weight * self.gates.repeat_interleave(weight.shape[1] // self.gates.numel())
+        return self.of_heads(self.gates)
 
     @property
     def selectable(self) -> bool:

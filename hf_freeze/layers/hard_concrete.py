@@ -61,17 +61,13 @@ class HardConcrete(DerivedWeight):
         return int(self.log_alpha.argmax())
 
     def dense_weight(self) -> torch.Tensor:
-        return self._times(self.gates())
-
-    def _times(self, gates: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.T if isinstance(self, Conv1D) else self.weight
-        return weight * gates.to(weight.dtype).repeat_interleave(weight.shape[1] // gates.numel())
+        return self.of_heads(self.gates())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
         if not self.training:
             return super().forward(x)
-        return functional.linear(x, self._times(self.drawn_gates()), self.bias)
+        return functional.linear(x, self.of_heads(self.drawn_gates()), self.bias)
 
 
 class HardConcreteLinear(HardConcrete, nn.Linear):

@@ -1,4 +1,5 @@
-"""Experts of a mixture whose matrices are stored as integers and steps, in place of the native three-dimensional parameters.
+"""Experts of a mixture whose matrices are stored as integers and steps, in place of the native three-dimensional parameters: each
+is one weight of E · O rows, which have steps of their own.
 
 Shapes: E experts, O outputs, I inputs of a matrix.
 """
@@ -19,25 +20,13 @@ _HELD = "held_"  # before the name of the native parameter
 _DENSE = "_dense"  # attribute with the dense matrices, while a forward runs
 
 
-class IntegerMatrices(QuantizedFactor):
-    """The matrices (E, O, I) of all experts, as one weight of E · O rows: each row has steps of its own."""
-
-    def __init__(self, matrices: torch.Tensor, grid: Grid) -> None:
-        super().__init__(matrices.flatten(0, 1), grid)
-        self.outputs = matrices.shape[1]
-
-    def matrices(self) -> torch.Tensor:
-        """(E, O, I)"""
-        return self.dense_weight().view(-1, self.outputs, self.shape[1])
-
-
 @functools.cache
 def _holding(native: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """A class that computes as `native`, whose parameters `names` are properties."""
 
     def read(module: Any, *, name: str) -> torch.Tensor:
         dense = vars(module).get(_DENSE)
-        return module.get_submodule(_HELD + name).matrices() if dense is None else dense[name]
+        return module.get_submodule(_HELD + name).part() if dense is None else dense[name]
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         forward_natively: Any = native.forward
@@ -74,12 +63,12 @@ def with_integers(experts: Any, grid: Grid) -> Any:
     new = _copied(experts)
     names = tuple(experts._parameters)
     for name in names:
-        new.add_module(_HELD + name, IntegerMatrices(new._parameters.pop(name), grid))
+        new.add_module(_HELD + name, QuantizedFactor(new._parameters.pop(name), grid, axes=2))
     new.__class__ = _holding(type(experts), names)
     return new
 
 
-def held_matrices(experts: Any) -> Iterable[tuple[str, IntegerMatrices]]:
+def held_matrices(experts: Any) -> Iterable[tuple[str, QuantizedFactor]]:
     """(name of the native parameter, its matrices) of experts made by `with_integers`."""
     for name in experts.held:
         yield name, experts.get_submodule(_HELD + name)
@@ -91,5 +80,5 @@ def native_experts(experts: Any) -> Any:
     new.__class__ = experts.native_class
     for name, matrices in held_matrices(experts):
         del new._modules[_HELD + name]
-        new.register_parameter(name, nn.Parameter(matrices.matrices().detach().clone()))
+        new.register_parameter(name, nn.Parameter(matrices.part().detach().clone()))
     return new

@@ -51,8 +51,12 @@ class LowRankLinear(FactorizedLinear):
         if self.bias is not None:
             initialization.zeros_(self.bias)
 
-    def dense_weight(self) -> torch.Tensor:
-        return self.up @ self.down
+    def product(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        down, up = parts
+        return up @ down
+
+    def shape_like(self, linear: Any) -> None:
+        LowRankLinear.__init__(self, linear, linear.rank, std=linear.std, solver=linear.solver)
 
     def fill(self, weight: torch.Tensor) -> None:
         """Set the best approximation of `weight` (O, I) in the Frobenius norm: U √S and √S Vᵀ of its singular value

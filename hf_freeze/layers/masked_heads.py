@@ -48,8 +48,7 @@ class MaskedHeads(DerivedWeight):
         return self
 
     def dense_weight(self) -> torch.Tensor:
-        weight = self.weight.T if isinstance(self, Conv1D) else self.weight
-        return weight * self.mask.repeat_interleave(weight.shape[1] // self.mask.numel())
+        return self.of_heads(self.mask)
 
     def _sources(self) -> Iterable[Any]:
         return self.weight, self.mask

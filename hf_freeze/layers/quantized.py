@@ -1,5 +1,5 @@
-"""A weight on a grid, stored as packed numbers and steps: the holder of its buffers, products with it, and the linear and table that
-are one. It is not trained; `layers.fake_quantized` trains for it.
+"""A weight on a grid, stored as packed numbers and steps: the holder of its buffers, products with it, and the linear and the
+table that are one. It is not trained; `layers.fake_quantized` trains for it.
 
 Grids are those of `layers.grids` and `layers.schemes`. If a grid rounds inputs too, the product is one of integers
 (`grids.product_on_grid`), and gradients go straight through the rounding of the inputs. If not, it is that of the dense weight,
@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from hf_freeze.architectures.roles import table_scale
 from hf_freeze.compat.transformers import NeverDrawn
+from hf_freeze.layers import grids
 from hf_freeze.layers.derived import (
     Computed,
     DerivedLinear,
@@ -30,18 +31,7 @@ from hf_freeze.layers.derived import (
     scaled,
     taken,
 )
-from hf_freeze.layers.grids import (
-    GROUP,
-    LEVELS,
-    Grid,
-    check_finite,
-    integer_product,
-    pack,
-    product_on_grid,
-    rounded_in_graph,
-    token_steps,
-    unpack,
-)
+from hf_freeze.layers.grids import Grid
 from hf_freeze.layers.schemes import Scheme
 
 STORED = ("packed", "scales")
@@ -50,9 +40,9 @@ STORED = ("packed", "scales")
 class Quantized(NeverDrawn, Computed):
     """The holder of a weight (O, I) on `grid`, in two buffers or three.
 
-    `packed` has the numbers: int8 (O, I), or two in a byte, uint8 (O, ⌈I / 2⌉), or of bitsandbytes (⌈O I / 2⌉,). `scales` holds the
-    bytes of the steps, fp32 numbers, so that casting the model does not round them. So does `input_step`, if inputs have one step
-    for all tokens. `like`, an empty buffer that is not stored, follows the dtype and device of the model.
+    `packed` has the numbers: int8 (O, I), or two in a byte, uint8 (O, ⌈I / 2⌉), or of bitsandbytes (⌈O I / 2⌉,). `scales` has the
+    bytes of the steps, which are fp32 numbers: no cast of the model rounds them. So has `input_step`, if inputs have one step for
+    all tokens. `like`, an empty buffer that is not stored, follows the dtype and device of the model.
     """
 
     packed: torch.Tensor
@@ -108,7 +98,7 @@ class Quantized(NeverDrawn, Computed):
 
         Raises ValueError for values that are not finite.
         """
-        check_finite(weight)
+        grids.check_finite(weight)
         self.set_grid(*self.grid.quantized(weight))
 
     @torch.no_grad()
@@ -133,7 +123,7 @@ class Quantized(NeverDrawn, Computed):
 
     def integers(self) -> torch.Tensor:
         """int8 (O, I)"""
-        return unpack(self.packed, self.shape[1])
+        return grids.unpack(self.packed, self.shape[1])
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """(O, I)"""
@@ -159,8 +149,8 @@ class Quantized(NeverDrawn, Computed):
     def take_weight(self, weight: torch.Tensor) -> None:
         """Quantise `weight` in place of the current one; PEFT calls it to merge an adapter. Warns, because this rounds."""
         warnings.warn(
-            f"merging an adapter into {self.grid.weights} weights rounds it; to keep it exact, merge() the variant first and load "
-            "the adapter on the merged model",
+            f"merging an adapter into {self.grid.weights} weights rounds it; to keep it exact, merge() the variant first and "
+            "load the adapter on the merged model",
             stacklevel=4,
         )
         self.fill(weight)
@@ -191,9 +181,12 @@ class Quantized(NeverDrawn, Computed):
         """Reduce the weight to the columns `kept`, in memory of its own, where each row has one step."""
         numbers = taken(self.integers(), 1, kept)
         self._buffers = self._buffers | {
-            "packed": numbers if self.packed.dtype == torch.int8 else pack(numbers, "int4")
+            "packed": numbers if self.packed.dtype == torch.int8 else grids.pack(numbers, "int4")
         }
         self.shape = (self.shape[0], len(kept))
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, scheme={self.grid.weights!r}"
 
     # -- products --------------------------------------------------------------------------------------------------------
 
@@ -213,18 +206,18 @@ class Quantized(NeverDrawn, Computed):
 
     def input_steps(self, x: torch.Tensor) -> torch.Tensor:
         """The steps of inputs (..., I): (..., 1), or () for all tokens."""
-        return _as_numbers(self.input_step)[0] if self.grid.is_static else token_steps(x)
+        return _as_numbers(self.input_step)[0] if self.grid.is_static else grids.token_steps(x)
 
     def held_integers(self) -> torch.Tensor:
         """As `integers`, unpacked once."""
         return self.packed if self.grid.dtype == torch.int8 else self.cached("integers", self.integers, [self.packed])
 
     def _product_of_halves(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The product of the dense weight, where a compiled loop would take longer to put the two numbers of each byte side by side
-        than to multiply by them: the first of each pair is multiplied, then the second."""
+        """The product of the dense weight, where a compiled loop would take longer to put the two numbers of each byte side by
+        side than to multiply by them: the first of each pair is multiplied, then the second."""
         steps = self.steps()
         if steps.shape[1] > 1:
-            steps = steps.repeat_interleave(GROUP // 2, 1)[:, : self.packed.shape[1]]
+            steps = steps.repeat_interleave(grids.GROUP // 2, 1)[:, : self.packed.shape[1]]
         first, second = (((half.float() - 8) * steps).to(x.dtype) for half in (self.packed >> 4, self.packed & 15))
         y = functional.linear(x[..., ::2], first, bias)
         return y + functional.linear(x[..., 1::2], second[:, : self.shape[1] // 2])
@@ -234,12 +227,12 @@ class Quantized(NeverDrawn, Computed):
         if not rounds_inputs:
             return functional.linear(x, self.dequantized(x.dtype), bias)
         steps, x_steps = self.steps(), self.input_steps(x)
-        inputs = rounded_in_graph(x, x_steps)
+        inputs = grids.rounded_in_graph(x, x_steps)
         if steps.shape[1] > 1:  # by one product; engines start them fast, but not as many as groups
             y = functional.linear(inputs, self.dequantized(torch.float32)) * x_steps
         else:
             rows = inputs.reshape(-1, self.shape[1]).to(torch.int8)
-            sums = integer_product(rows, self.integers()).float().view(*x.shape[:-1], self.shape[0])
+            sums = grids.integer_product(rows, self.integers()).float().view(*x.shape[:-1], self.shape[0])
             y = sums * (x_steps * steps[:, 0])
         return y if bias is None else y + bias
 
@@ -262,8 +255,8 @@ class _Product(torch.autograd.Function):
             return functional.linear(x, weight.dequantized(x.dtype), bias)
         steps = weight.input_steps(x)
         if ctx.is_cut:
-            ctx.save_for_backward(x.abs() < LEVELS * steps)
-        return product_on_grid(x, steps, weight.held_integers(), weight.steps(), bias)
+            ctx.save_for_backward(x.abs() < grids.LEVELS * steps)
+        return grids.product_on_grid(x, steps, weight.held_integers(), weight.steps(), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -293,9 +286,6 @@ class QuantizedLinear(Quantized, DerivedLinear):
         """(..., I) -> (..., O)"""
         return self.multiply(x, self.bias)
 
-    def extra_repr(self) -> str:
-        return f"{DerivedLinear.extra_repr(self)}, scheme={self.grid.weights!r}"
-
 
 class QuantizedEmbedding(Quantized, nn.Embedding):
     """Replaces `table`. A lookup dequantises only the rows it needs; a 4-bit table of bitsandbytes whose row length is not a
@@ -322,6 +312,3 @@ class QuantizedEmbedding(Quantized, nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) token ids -> (..., I)"""
         return scaled(self.rows(input.flatten()).view(*input.shape, self.embedding_dim), self.scale)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.grid.weights!r}"

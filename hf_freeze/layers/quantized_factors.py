@@ -1,16 +1,16 @@
-"""Quantised factors: of linears of low rank, tensor trains and Tucker decompositions, and of factorised tables and output matrices;
-and quantised non-zero weights.
+"""Quantised factors: of linears of low rank, tensor trains and Tucker decompositions, and of factorised tables and outputs; and
+quantised non-zero weights.
 
-Each factor is a holder (`layers.quantized`) of a matrix whose rows have steps of their own. Before, factors are `balanced`: where
-the columns of one differ in size, this moves to another, whose rows are these columns. A core (r, n, m, r') of a tensor train is
-the matrix (r, n · m · r'), as it lies in memory, so that steps are few even for small modes.
+Each factor is a holder (`layers.quantized`) of a matrix whose rows have steps of their own. Factors are `balanced` first: where
+the columns of one differ in size, another one takes the differences up, whose rows belong to these columns. A core (r, n, m, r')
+of a tensor train is the matrix (r, n · m · r'), as it lies in memory, so that steps are few even for small modes.
 
-The errors of factors add up. Of three cores of a decomposed random matrix, 512 x 2048 at rank 16, 8 bits lose 0.016 of the norm of
-the weight, 4 bits 0.29 and 4 bits in groups 0.19.
+The errors of factors add up. Of three cores of a decomposed random matrix, 512 x 2048 at rank 16, 8 bits lose 0.016 of the norm
+of the weight, 4 bits 0.29 and 4 bits in groups 0.19.
 
-Products with a linear of low rank are two, in integers if inputs are rounded: so is then what lies between the two. Products of
-tensors are those of the dequantised factors: the same plans, and the same caches in inference. A product of integers there is not:
-each contraction would have to be rounded again.
+A product with a linear of low rank is two products. If inputs are rounded, so is what lies between the two. Those of tensors are
+computed with the dequantised factors, by the same plans and caches as before. A product of integers there is not: each
+contraction would have to be rounded again.
 
 Shapes: I inputs, O outputs, R rank; V rows of the vocabulary, E rank of the table, H hidden size.
 """
@@ -38,13 +38,20 @@ AnyGrid = Grid | Scheme | str
 
 
 class QuantizedFactor(Quantized):
-    """A factor of a weight, as a matrix (O, I). It is no nn.Linear: PEFT adapts the whole weight."""
+    """A factor of a weight, as a matrix (O, I), whose rows are the first `axes` axes of `part`. It is no nn.Linear: PEFT adapts
+    the whole weight."""
 
     is_factor = True
 
-    def __init__(self, factor: torch.Tensor, grid: AnyGrid) -> None:
+    def __init__(self, part: torch.Tensor, grid: AnyGrid, axes: int = 1) -> None:
         super().__init__()
-        self.make_buffers(len(factor), factor[0].numel(), grid, factor)
+        self.part_shape = part.shape
+        rows = part.flatten(0, axes - 1).flatten(1)
+        self.make_buffers(len(rows), rows.shape[1], grid, rows)
+
+    def part(self) -> torch.Tensor:
+        """The factor in its own shape."""
+        return self.dense_weight().view(self.part_shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., I) -> (..., O)"""
@@ -107,8 +114,8 @@ def check_inputs(grid: Any) -> None:
     """Raise ValueError if a grid for factors of a tensor rounds the inputs, too."""
     if getattr(grid, "activations", None) is not None:
         raise ValueError(
-            f"activations={grid.activations!r}: the product with a tensor train or Tucker decomposition is a chain of contractions, "
-            "not one of integers; give activations=None, or leave the linear out by components= or layers="
+            f"activations={grid.activations!r}: the product with a tensor train or Tucker decomposition is a chain of "
+            "contractions, not one of integers; give activations=None, or leave the linear out by components= or layers="
         )
 
 
@@ -118,18 +125,14 @@ class QuantizedTensor(_OfFactors, TensorLinear):
     def __init__(self, linear: TensorLinear, grid: AnyGrid) -> None:
         check_inputs(grid)
         self.shape_like(linear)
-        parts = self.parts()
-        self.part_shapes = [part.shape for part in parts]
-        for name, part in zip(self.part_names, parts, strict=True):
-            delattr(self, name)
-            self.add_module(name, QuantizedFactor(part, grid))
+        for name in self.part_names:
+            self.add_module(name, QuantizedFactor(self._parameters.pop(name), grid))  # type: ignore[arg-type]
 
     def initialize_parameters(self) -> None:
         """Nothing: there are no parameters to draw, and the bias is zero."""
 
     def used_parts(self) -> list[torch.Tensor]:
-        pairs = zip(self.holders(), self.part_shapes, strict=True)
-        return [holder.dense_weight().view(shape) for holder, shape in pairs]
+        return [holder.part() for holder in self.holders()]
 
     def _sources(self) -> Iterable[Any]:
         return (*super()._sources(), *(buffer for holder in self.holders() for buffer in holder._buffers.values()))
@@ -143,25 +146,27 @@ class QuantizedTuckerLinear(QuantizedTensor, TuckerLinear):
     """Replaces a TuckerLinear: `core`, `factor_0` ... are holders."""
 
 
-def _projection_like(factors: Factors) -> nn.Parameter:
-    """(E, H), fresh"""
-    projection = nn.Parameter(torch.empty_like(factors.projection))
-    initialization.normal_(projection, std=projection.shape[0] ** -0.5)
-    return projection
-
-
-class QuantizedLowRankEmbedding(QuantizedEmbedding):
-    """Replaces a LowRankEmbedding. The table (V, E) is quantised, the projection (E, H) is not."""
+class _Projected(Quantized):
+    """A mixin: the holder is that of a table (V, E). The projection (E, H) of `factors` is not quantised."""
 
     take_weight = Computed.take_weight
+    selectable = False  # type: ignore[assignment]
+
+    def add_projection(self, factors: Factors) -> None:
+        self.projection = nn.Parameter(torch.empty_like(factors.projection))
+        initialization.normal_(self.projection, std=self.projection.shape[0] ** -0.5)
+
+    def dense_weight(self) -> torch.Tensor:
+        return super().dense_weight() @ self.projection
+
+
+class QuantizedLowRankEmbedding(_Projected, QuantizedEmbedding):
+    """Replaces a LowRankEmbedding. The table (V, E) is quantised, the projection (E, H) is not."""
 
     def __init__(self, table: LowRankEmbedding, grid: AnyGrid) -> None:
         super().__init__(table, grid)
         self.scale = table.scale
-        self.projection = _projection_like(table)
-
-    def dense_weight(self) -> torch.Tensor:
-        return super().dense_weight() @ self.projection
+        self.add_projection(table)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(...) token ids -> (..., H)"""
@@ -169,19 +174,13 @@ class QuantizedLowRankEmbedding(QuantizedEmbedding):
         return scaled((rows @ self.projection).to(rows.dtype), self.scale)
 
 
-class QuantizedLowRankOutput(QuantizedLinear):
+class QuantizedLowRankOutput(_Projected, QuantizedLinear):
     """Replaces a LowRankOutput: hidden states are projected to E and multiplied with the quantised table (V, E)."""
-
-    take_weight = Computed.take_weight
-    selectable = False  # type: ignore[assignment]
 
     def __init__(self, linear: LowRankOutput, grid: AnyGrid) -> None:
         super().__init__(linear.table(), grid)
         self.in_features = linear.in_features
-        self.projection = _projection_like(linear)
-
-    def dense_weight(self) -> torch.Tensor:
-        return super().dense_weight() @ self.projection
+        self.add_projection(linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., H) -> (..., V)"""

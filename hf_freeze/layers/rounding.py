@@ -11,17 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from hf_freeze.layers import grids
 from hf_freeze.layers.derived import Derived, autocast_dtype, taken
-from hf_freeze.layers.grids import (
-    LEVELS,
-    Grid,
-    check_finite,
-    first_steps,
-    product_on_grid,
-    rounded,
-    scaled_gradient,
-    token_steps,
-)
+from hf_freeze.layers.grids import Grid
 
 _MOMENTUM = 0.99  # of a moving average of ranges, for each optimiser step
 _USUAL = 0.1  # the largest weight of an output, before `start` knows it
@@ -70,7 +62,7 @@ class Rounding(Derived):
         if self.grid.weight_ranges != "learnt":
             return self.grid.steps(weight)
         steps = self.log_steps.float().exp().view(self.shape[0], -1)
-        return scaled_gradient(steps, self.shape[1] // steps.shape[1], self.grid.levels)
+        return grids.scaled_gradient(steps, self.shape[1] // steps.shape[1], self.grid.levels)
 
     def numbers(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(O, I) -> (numbers (O, I) as fp32, steps (O, G))."""
@@ -118,7 +110,7 @@ class Rounding(Derived):
         kind = self.grid.activation_ranges
         if kind == "learnt":
             if first and bool(largest):  # afterwards training moves the step
-                step = first_steps(total / count, largest, LEVELS).clamp_min(_LEAST)
+                step = grids.first_steps(total / count, largest, grids.LEVELS).clamp_min(_LEAST)
                 self.input_log_step.copy_(step.log())
                 self.input_range.copy_(largest)
         elif kind == "max":
@@ -129,10 +121,10 @@ class Rounding(Derived):
     def input_steps(self, x: torch.Tensor) -> torch.Tensor:
         """The steps of inputs (..., I): (..., 1), or () for all tokens. 0 where no range is known yet."""
         if not self.grid.is_static:
-            return token_steps(x)
+            return grids.token_steps(x)
         if self.grid.activation_ranges != "learnt":
-            return self.input_range[0].float() / LEVELS
-        step = scaled_gradient(self.input_log_step.float().exp()[0], self.shape[1], LEVELS)
+            return self.input_range[0].float() / grids.LEVELS
+        step = grids.scaled_gradient(self.input_log_step.float().exp()[0], self.shape[1], grids.LEVELS)
         return torch.where(self.input_range[0] > 0, step, 0 * step)  # a gradient of zero before
 
     # -- products --------------------------------------------------------------------------------------------------------
@@ -149,16 +141,17 @@ class Rounding(Derived):
         infers = not self.training and not torch.is_grad_enabled() and not x.is_meta
         sources = [*sources, *self._parameters.values()]
         if self.grid.activations is None:
-            if infers:
-                return functional.linear(
-                    x, self.cached("weight", lambda: self.weight(weight).contiguous(), sources), bias
-                )
-            return functional.linear(x, self.weight(weight), bias)
+            dense = (
+                self.cached("weight", lambda: self.weight(weight).contiguous(), sources)
+                if infers
+                else self.weight(weight)
+            )
+            return functional.linear(x, dense, bias)
         if not infers or (self.grid.is_static and not bool(self.input_range)):
             y = self._fake_product(x, weight, bias)
         else:
             numbers, steps = self.cached("numbers", lambda: self._integers(weight), sources)
-            y = product_on_grid(x, self.input_steps(x), numbers, steps, bias)
+            y = grids.product_on_grid(x, self.input_steps(x), numbers, steps, bias)
         return y.to(autocast_dtype(x.device.type) or x.dtype)
 
     def _integers(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +162,7 @@ class Rounding(Derived):
         """With gradients. The product is one of integers in fp32 and is scaled afterwards: for one step per output and at most
         1,040 inputs it is exact, so that it equals the integer product to the last bit. bf16 holds these integers too."""
         x_steps = self.input_steps(x)
-        inputs = rounded(x, x_steps, LEVELS, clips=self.grid.is_static)
+        inputs = grids.rounded(x, x_steps, grids.LEVELS, clips=self.grid.is_static)
         if self.grid.is_static:  # no range yet: as they are
             inputs, x_steps = torch.where(x_steps > 0, inputs, x.float()), torch.where(x_steps > 0, x_steps, 1)
         numbers, steps = self.numbers(weight)
@@ -187,7 +180,7 @@ class Rounding(Derived):
 
         Raises ValueError for ranges that are not finite, and for inputs that training has never seen.
         """
-        check_finite(weight)
+        grids.check_finite(weight)
         numbers, steps = self.numbers(weight)
         if not steps.isfinite().all():
             raise ValueError(f"the learnt steps of a weight of shape {tuple(weight.shape)} are not all finite")
@@ -197,8 +190,8 @@ class Rounding(Derived):
             step = float(self.input_steps(weight))
             if not 0 < step <= _LARGEST:
                 raise ValueError(
-                    f"the range of the {self.shape[1]} inputs of a linear is {step * LEVELS:g}: training has seen none, or they "
-                    "were zero or not finite; train first, leave that linear out, or use activation_ranges='token'"
+                    f"the range of the {self.shape[1]} inputs of a linear is {step * grids.LEVELS:g}: training has seen none, or "
+                    "they were zero or not finite; train first, leave that linear out, or use activation_ranges='token'"
                 )
             fixed.set_input_step(step)
         return fixed

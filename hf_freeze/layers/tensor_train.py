@@ -57,15 +57,13 @@ class TensorTrainLinear(TensorLinear):
         self.set_parts(tt_svd(weight.T, self.in_modes, self.out_modes, self.ranks))
 
     def balanced(self) -> list[torch.Tensor]:
-        result, core = [], self.core_0.float()
-        for following in self.cores[1:]:
+        core, *others = [part.float() for part in self.parts()]
+        result = []
+        for following in others:
             equal, ratios = equal_columns(core.flatten(0, 2))
             result.append(equal.view_as(core))
-            core = following.float() * ratios[:, None, None, None]
+            core = following * ratios[:, None, None, None]
         return [*result, core]
-
-    def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
-        return self._plan(tokens, device_type, training).cost
 
     def dense_cost(self, device_type: str) -> float:
         return merge_cost(costs_of(device_type), self.in_modes, self.out_modes, self.ranks)
@@ -73,13 +71,8 @@ class TensorTrainLinear(TensorLinear):
     def _plan(self, tokens: int, device_type: str, training: bool) -> "ContractionPlan":
         return traceable(best_plan)(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
 
-    def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
-        plan = self._plan(tokens, device_type, self.needs_gradient())
-        return plan.key, lambda: (plan, plan.matrices(self.used_parts()))
-
-    def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
-        plan, matrices = factors
-        return plan.multiply(x, matrices)
+    def matrices(self, plan: "ContractionPlan") -> list[torch.Tensor]:
+        return plan.matrices(self.used_parts())
 
 
 def full_ranks(in_modes: Sequence[int], out_modes: Sequence[int]) -> list[int]:

@@ -67,9 +67,6 @@ class TuckerLinear(TensorLinear):
         core, factors = tucker(weight.T.reshape(*self.in_modes, *self.out_modes), self.ranks)
         self.set_parts([core.reshape(self.inner, self.outer), *factors])
 
-    def factor_cost(self, tokens: int, device_type: str, *, training: bool) -> float:
-        return self._plan(tokens, device_type, training).cost
-
     def _plan(self, tokens: int, device_type: str, training: bool) -> "TuckerPlan":
         return traceable(best_tucker_plan)(self.in_modes, self.out_modes, self.ranks, tokens, device_type, training)
 
@@ -85,11 +82,7 @@ class TuckerLinear(TensorLinear):
             costs_of(device_type), 1, self.out_features, rank, self.in_features
         )
 
-    def prepared_factors(self, tokens: int, device_type: str) -> tuple[Any, Any]:
-        plan = self._plan(tokens, device_type, self.needs_gradient())
-        return plan.key, lambda: (plan, *self._matrices(plan))
-
-    def _matrices(self, plan: "TuckerPlan") -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+    def matrices(self, plan: "TuckerPlan") -> tuple[list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
         """The matrices of the input factors, of the core with the factors merged into it, and of the output factors."""
         core, *factors = self.used_parts()
         ins, outs = factors[: len(self.in_modes)], factors[len(self.in_modes) :]
@@ -104,13 +97,6 @@ class TuckerLinear(TensorLinear):
             plan.outputs.matrices([factor.T[None, :, :, None] for factor in outs]) if plan.outputs else [],
         )
 
-    def multiply(self, x: torch.Tensor, factors: Any) -> torch.Tensor:
-        plan, inputs, middle, outputs = factors
-        if plan.inputs is not None:
-            x = plan.inputs.multiply(x, inputs)
-        x = functional.linear(x, middle)
-        return x if plan.outputs is None else plan.outputs.multiply(x, outputs)
-
 
 @dataclass(frozen=True)
 class TuckerPlan:
@@ -123,6 +109,14 @@ class TuckerPlan:
     @property
     def key(self) -> Any:
         return tuple(None if plan is None else plan.key for plan in (self.inputs, self.outputs))
+
+    def multiply(self, x: torch.Tensor, matrices: Any) -> torch.Tensor:
+        """(N, I) -> (N, O)"""
+        inputs, middle, outputs = matrices
+        if self.inputs is not None:
+            x = self.inputs.multiply(x, inputs)
+        x = functional.linear(x, middle)
+        return x if self.outputs is None else self.outputs.multiply(x, outputs)
 
 
 @functools.lru_cache(maxsize=4096)

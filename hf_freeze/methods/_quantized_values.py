@@ -18,8 +18,8 @@ from hf_freeze.solvers.rounding import Rounded, Symmetric, gptq
 
 @dataclass(frozen=True)
 class Values:
-    """Those of the layers that the method `name` has put into the model `new`, from `old`. `train`: layers that train for few bits,
-    which have the values of native parameters already. `statistics`: of what linears see, or None."""
+    """The values of the layers that the method `name` has put into the model `new`, from `old`. `train`: the layers train for few
+    bits, and have the values of native parameters already. `statistics`: of what linears see, or None."""
 
     name: str
     grid: Grid | Scheme
@@ -29,7 +29,7 @@ class Values:
     statistics: Statistics | None
 
     def set_tables(self, tables: Mapping[str, Any]) -> None:
-        """Those of tables and output matrices, by full name."""
+        """Set those of tables and output matrices, by full name."""
         for name, module in tables.items():
             old = self.old.get_submodule(name)
             weight = old.weight
@@ -44,7 +44,7 @@ class Values:
                 module.fill(weight)
 
     def set_linears(self, modules: Mapping[str, Any], experts: Iterable[str]) -> None:
-        """Those of linears and of experts, by name below the base model."""
+        """Set those of linears and of experts, by name below the base model."""
         owners = {
             f"{owner}.{matrices}.{number}": owner
             for owner in experts
@@ -70,8 +70,8 @@ class Values:
 
     def _fill(self, module: Any, linear: Any) -> None:
         """Give the layer that replaces `linear` its values, each rounded to the nearest."""
-        if isinstance(linear, FactorizedLinear):
-            module.set_parts(linear.balanced())
+        if factors := _factors(linear):
+            module.set_parts(factors)
         elif not self.train:
             module.fill(surgery.effective_weight(linear))
         if self.train:
@@ -84,9 +84,7 @@ class Values:
             return
         weight, bias = surgery.effective_weight(linear), linear.bias
         before = loss(weight, module.dense_weight(), moments, bias, bias)
-        *inner, (last, part) = zip(
-            module.holders(), linear.balanced() if isinstance(linear, FactorizedLinear) else [weight], strict=True
-        )
+        *inner, (last, part) = zip(module.holders(), _factors(linear) or [weight], strict=True)
         seen = moments
         for holder, factor in inner:
             self._set_rounded(holder, factor, None, without_outputs(seen))
@@ -102,7 +100,7 @@ class Values:
         for name, module in integer_experts.held_matrices(integers):
             matrices = experts.get_parameter(name)
             module.fill(matrices.flatten(0, 1))
-            plain = module.matrices()
+            plain = module.part()
             numbers, steps = (x.view(*matrices.shape[:2], -1).clone() for x in (module.integers(), module.steps()))
             for number, matrix in enumerate(matrices):
                 moment = moments.get(place := f"{owner}.{name}.{number}")
@@ -122,3 +120,8 @@ class Values:
     def _gptq(self, weight: Any, bias: Any, moments: Moments) -> Rounded:
         group = None if self.grid.granularity == "channel" else GROUP
         return gptq(weight, bias, moments, Symmetric(self.grid.levels), group=group)  # type: ignore[union-attr]
+
+
+def _factors(linear: Any) -> list[torch.Tensor]:
+    """The balanced factors of a linear that has some."""
+    return linear.balanced() if isinstance(linear, FactorizedLinear) else []

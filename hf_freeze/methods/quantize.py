@@ -28,6 +28,13 @@ from hf_freeze.methods.base import Facts, Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 
+_CHOICES: dict[str, Any] = {
+    "weights": WIDTHS,
+    "activations": [None, "int8"],
+    "granularity": GRANULARITIES,
+    "weight_ranges": WEIGHT_RANGES,
+    "activation_ranges": ACTIVATION_RANGES,
+}
 _OF_SCHEMES = ("layers", "scheme", "components", "weights")  # settings beside a scheme; all others are of `weights`
 
 
@@ -50,7 +57,7 @@ class Quantize(LinearMethod):
     """Few bits for the weights of `components`, in one of two ways.
 
     `scheme`: frozen weights, by bitsandbytes (the extra `quantize`). `"int8"` takes 1 byte per weight and 4 bytes per row of the
-    matrix; `"nf4"` and `"fp4"` take half a byte per weight and 4 bytes per 64 weights. `hf_freeze.layers.quantized` explains the
+    matrix; `"nf4"` and `"fp4"` take half a byte per weight and 4 bytes per 64 weights. `hf_freeze.layers.schemes` explains the
     computation.
 
     `weights`: integers on a symmetric grid, `"int8"` (1 byte per weight) or `"int4"` (half a byte), with a step of 4 bytes per
@@ -75,9 +82,9 @@ class Quantize(LinearMethod):
     tables, norms, biases and the heads of other tasks stay unchanged. Fresh weights of a config are drawn as usual and then
     quantised. All other parameters train unless Freeze names them.
 
-    Of LowRank, both factors are quantised; of FactorizedEmbedding, the table, while the projection is trained. Of a pruning that
-    is finalized, the non-zero weights are (`weights` only), and of TensorTrain, the cores (`weights` without `activations`, see
-    `hf_freeze.layers.quantized_cores`). Other layers that a method has put in are refused, such as those of Tucker. Weights drawn
+    Of LowRank, both factors are quantised; of TensorTrain and Tucker, the cores and factors (without `activations`, see
+    `hf_freeze.layers.quantized_factors`); of FactorizedEmbedding, the table, while the projection is trained. Of a pruning that
+    is finalized, the non-zero weights are (`weights` only). Other layers that a method has put in are refused. Weights drawn
     from a seed are refused, too: they take no storage, and quantised they would. `merge()` gives the dense weights that
     quantised layers compute with, unless inputs are rounded, which no native class does. Heads, neurons and tokens may still
     be removed: all where each output has one step, and tokens of 4 bits of bitsandbytes if the rows of the table are whole
@@ -124,11 +131,8 @@ class Quantize(LinearMethod):
                         f"its weights as they are; instead of scheme, give weights= one of {list(WIDTHS)}"
                     )
             return
-        check_choice(self.weights, WIDTHS, "Quantize", "weights")
-        check_choice(self.activations, [None, "int8"], "Quantize", "activations")
-        check_choice(self.granularity, GRANULARITIES, "Quantize", "granularity")
-        check_choice(self.weight_ranges, WEIGHT_RANGES, "Quantize", "weight_ranges")
-        check_choice(self.activation_ranges, ACTIVATION_RANGES, "Quantize", "activation_ranges")
+        for setting, choices in _CHOICES.items():
+            check_choice(getattr(self, setting), choices, "Quantize", setting)
         if self.begin is not None:
             if not self.train:
                 raise ValueError(f"Quantize(begin={self.begin!r}): rounding begins in training; add train=True")
@@ -139,8 +143,7 @@ class Quantize(LinearMethod):
         """The Grid of `weights`, and of the inputs, or the Scheme."""
         if self.scheme is not None:
             return Scheme(self.scheme)
-        names = ("weights", "granularity", "activations", "weight_ranges", "activation_ranges")
-        return Grid(**{name: getattr(self, name) for name in names})
+        return Grid(**{name: getattr(self, name) for name in _CHOICES})
 
     @property
     def facts(self) -> Facts:

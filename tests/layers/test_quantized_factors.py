@@ -1,5 +1,5 @@
-"""Tensor trains and Tucker decompositions with quantised factors, against the dense weight of dequantised factors and the definition
-of straight-through; and pruned weights on a grid."""
+"""Tensor trains and Tucker decompositions with quantised factors, against the dense weight of dequantised factors and the
+definition of straight-through; and pruned weights on a grid."""
 
 import pytest
 import torch

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_freeze import analysis, count_parameters, make_variant
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.layers.integer_experts import IntegerMatrices
+from hf_freeze.layers.quantized_factors import QuantizedFactor
 from hf_freeze.methods import FFNPruning, Quantize
 from hf_freeze.solvers.moments import Moments, loss
 from hf_freeze.solvers.rounding import Symmetric, gptq
@@ -110,8 +110,8 @@ def test_a_forward_computes_the_dense_weights_once(monkeypatch):
     """The native forward reads the parameters for each expert."""
     variant = make_variant(model_of(), [METHOD])
     variant.set_experts_implementation("eager")
-    matrices, calls = IntegerMatrices.matrices, []
-    monkeypatch.setattr(IntegerMatrices, "matrices", lambda self: calls.append(1) or matrices(self))
+    part, calls = QuantizedFactor.part, []
+    monkeypatch.setattr(QuantizedFactor, "part", lambda self: calls.append(1) or part(self))
     logits(variant)
     assert len(calls) == 2 * 2
 
