@@ -143,8 +143,9 @@ class Quantized(NeverDrawn, Computed):
         """(T,) -> (T, I)"""
         if self.packed.is_meta or not self.has_whole_rows:
             return self.dequantized(self.like.dtype)[ids]
-        packed, steps = self.packed.view(self.shape[0], -1)[ids], self.steps()[ids]
-        return self._read(packed, steps, (len(ids), self.shape[1]), self.like.dtype)
+        # No view where none is needed: exports look for the look-up of the stored bytes.
+        packed = self.packed if self.packed.ndim == 2 else self.packed.view(self.shape[0], -1)
+        return self._read(packed[ids], self.steps()[ids], (len(ids), self.shape[1]), self.like.dtype)
 
     def take_weight(self, weight: torch.Tensor) -> None:
         """Quantise `weight` in place of the current one; PEFT calls it to merge an adapter. Warns, because this rounds."""
