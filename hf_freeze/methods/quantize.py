@@ -22,7 +22,7 @@ from hf_freeze.layers.sparse import SparseLinear, Sparsifiable
 from hf_freeze.layers.tensor_train import TensorTrainLinear
 from hf_freeze.layers.tucker import TuckerLinear
 from hf_freeze.methods._checks import check_bool, check_choice, check_one_given, check_share
-from hf_freeze.methods._linear import LinearMethod
+from hf_freeze.methods._linear import LINEARS, LinearMethod
 from hf_freeze.methods._quantized_values import Values
 from hf_freeze.methods.base import Facts, Model, Statistics
 from hf_freeze.methods.parts import Part, Schedule
