@@ -50,21 +50,21 @@ def rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """{row: its run} of the freeze ablation recipe with `--preset` and `--set`."""
     runs = expand(load_recipe(RECIPE, [f"preset={options.preset}", *options.set]))
     for run in runs:
-        run["training"]["bf16"] = uses_bf16(run["training"]["bf16"])
-    return {run["row"]: run for run in runs}
+        run.training.bf16 = uses_bf16(run.training.bf16)
+    return {run.row: run for run in runs}
 
 
 def config(run: dict[str, Any], vocabulary: int) -> Any:
     """The run's backbone for a vocabulary without a tokenizer."""
     return transformers.AutoConfig.for_model(
-        run["backbone"]["model_type"],
+        run.backbone.model_type,
         vocab_size=vocabulary,
         decoder_vocab_size=vocabulary,
         pad_token_id=0,
         eos_token_id=1,
         decoder_start_token_id=0,
         forced_eos_token_id=1,
-        **run["backbone"]["config"],
+        **run.backbone.config,
     )
 
 

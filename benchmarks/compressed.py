@@ -76,16 +76,16 @@ def main() -> None:
     torch.set_num_threads(1)
     recipe = load_recipe(options.data, options.set)
     whole, rows = options.folders[0] / "engine" / "whole", rows_of(options.folders, options.label)
-    splits = task_of(recipe["task"]).load(recipe["data"])
+    splits = task_of(recipe.task).load(recipe.data)
     folders, decoding = [whole, *(folder for row in rows for folder in row.folders)], recipe.get("decoding", {})
-    items = {folder: items_of(folder, recipe["task"], splits["test"], decoding) for folder in folders}
-    translates = recipe["task"] == "translation"
+    items = {folder: items_of(folder, recipe.task, splits["test"], decoding) for folder in folders}
+    translates = recipe.task == "translation"
     texts = list(splits["dev"]["source" if translates else "sentence"])
     written = list(splits["dev"]["target"]) if translates else []
     stopwatch = Stopwatch(whole, texts, new_tokens_of(whole, "seq2seq-lm" if translates else "", written))
     times = stopwatch.milliseconds({str(folder): folder for folder in folders})
     stopwatch.close()
-    report(options, SCORING[recipe["task"]], whole, rows, items, {Path(name): ms for name, ms in times.items()})
+    report(options, SCORING[recipe.task], whole, rows, items, {Path(name): ms for name, ms in times.items()})
 
 
 def report(

@@ -45,9 +45,9 @@ from hf_freeze.training import label_smoothed_loss
 
 def make(run: dict[str, Any], vocabulary: int, by_hand: bool) -> Any:
     def variant() -> Any:
-        methods = [method_from_dict(method) for method in run["methods"]]
+        methods = [method_from_dict(method) for method in run.methods]
         return make_variant(
-            _shared.config(run, vocabulary), methods, task="seq2seq-lm", init="marian", seed=run["seed"]
+            _shared.config(run, vocabulary), methods, task="seq2seq-lm", init="marian", seed=run.seed
         )
 
     if by_hand:
@@ -68,12 +68,12 @@ def stepper(model: Any, run: dict[str, Any], tokens: int, length: int) -> Callab
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, model.config.vocab_size, (2, max(1, tokens // length), length), generator=generator)
     inputs, labels = ids.to(_shared.DEVICE)
-    loss_of = label_smoothed_loss(run["training"]["label_smoothing"])
+    loss_of = label_smoothed_loss(run.training.label_smoothing)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-4, weight_decay=0.0, fused=True)
 
     def step() -> torch.Tensor:
-        with torch.autocast(_shared.DEVICE, torch.bfloat16, enabled=run["training"]["bf16"]):
+        with torch.autocast(_shared.DEVICE, torch.bfloat16, enabled=run.training.bf16):
             outputs = model(input_ids=inputs, labels=None, decoder_input_ids=labels)
         loss = loss_of(outputs, labels)
         loss.backward()
@@ -147,14 +147,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="rounds of four steps for each ratio")
     options = parser.parse_args()
     runs = _shared.rows(options)
-    vocabulary = options.vocab or runs["0"]["tokenizer"]["vocab_size"]
+    vocabulary = options.vocab or runs["0"].tokenizer.vocab_size
     batch = (options.tokens, options.length)
     malloc = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     measured = {row: [_shared.in_new_process(memory, runs[row], vocabulary, hand, *batch, **malloc) for hand in (False, True)]
                 for row in dict.fromkeys(["0", *options.rows])}  # fmt: skip
     everything = make(runs["0"], vocabulary, by_hand=False)
     whole_step = stepper(everything, runs["0"], *batch)
-    bf16 = runs["0"]["training"]["bf16"]
+    bf16 = runs["0"].training.bf16
     products, copies = product_rate(everything, options.tokens, bf16), _shared.copy_rate()
     lines, ratios = [], {"time": [], "memory": [], "peak": []}
     for row in options.rows:
@@ -177,7 +177,7 @@ def main() -> None:
         trained = sum(parameter.numel() for parameter in variant.parameters() if parameter.requires_grad)
         limits = tokens * (macs.forward + macs.backward) / products, 40 * trained / copies
         time = statistics.median([*hand.one, *whole.one])
-        lines.append([runs[row]["label"], f"{1e3 * time:.1f}", str(hand), str(whole),
+        lines.append([runs[row].label, f"{1e3 * time:.1f}", str(hand), str(whole),
                       f"{1e3 * limits[0]:.1f} + {1e3 * limits[1]:.1f}", f"{sum(limits) / time:.2f}",
                       *(f"{ours[kind] / 1e6:.1f}" for kind in ("state", "kept")),
                       *(f"{bytes_ / 1e6:.0f}" for bytes_ in (ours["peak"], theirs["peak"]))])  # fmt: skip

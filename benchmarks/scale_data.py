@@ -151,7 +151,7 @@ def training(paths: list[Path], folder: Path, cache: Path, batches: int) -> dict
     tokenizer = tokenizer_of(folder)
     tokens = data.tokenise(data.read_parallel(*paths), tokenizer, SIDES)
     run = _shared.rows(argparse.Namespace(preset="demo", set=[]))["0"]
-    model = make_variant(backbone_config(run["backbone"], tokenizer), [], task="seq2seq-lm", init="marian", seed=1)
+    model = make_variant(backbone_config(run.backbone, tokenizer), [], task="seq2seq-lm", init="marian", seed=1)
     arguments = transformers.Seq2SeqTrainingArguments(
         str(folder / "out"), max_steps=20, save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True,
         accelerator_config={"even_batches": False},
@@ -159,7 +159,7 @@ def training(paths: list[Path], folder: Path, cache: Path, batches: int) -> dict
     trainer = TokenBatchTrainer(
         model=model, args=arguments, train_dataset=tokens, processing_class=tokenizer,
         data_collator=transformers.DataCollatorForSeq2Seq(tokenizer, model=model),
-        compute_loss_func=label_smoothed_loss(0.1), max_tokens=run["training"]["max_tokens"],
+        compute_loss_func=label_smoothed_loss(0.1), max_tokens=run.training.max_tokens,
     )  # fmt: skip
     trainer.train()
     loader = trainer.get_train_dataloader()

@@ -71,7 +71,7 @@ def trainer_turn(
     model: Any, run: dict[str, Any], dataset: Any, meter: Meter, steps: int, sentences: int | None
 ) -> None:
     """Train with the Trainer's defaults and `sentences` sentences per batch, or if None with our trainer."""
-    settings = run["training"]
+    settings = run.training
     with tempfile.TemporaryDirectory() as folder:
         arguments = training_arguments(run, Path(folder))
         arguments.max_steps, arguments.save_strategy, arguments.eval_strategy = steps, "no", "no"
@@ -91,11 +91,11 @@ def trainer_turn(
 
 def sampler(run: dict[str, Any], dataset: Any) -> data.TokenBatchSampler:
     sources, targets = ([len(ids) for ids in dataset[column]] for column in ("input_ids", "labels"))
-    return data.TokenBatchSampler(sources, targets, run["training"]["max_tokens"], seed=run["seed"])
+    return data.TokenBatchSampler(sources, targets, run.training.max_tokens, seed=run.seed)
 
 
 def plain_turn(model: Any, run: dict[str, Any], dataset: Any, meter: Meter, steps: int) -> None:
-    settings = run["training"]
+    settings = run.training
     optimizer = torch.optim.AdamW(model.parameters(), settings["learning_rate"], betas=(0.9, 0.98), weight_decay=0.0)
     device = model.device.type
     model.train()
@@ -122,11 +122,11 @@ def main() -> None:
     options = parser.parse_args()
     logging.set_verbosity_error()
     run = _shared.rows(options)["0"]
-    run["training"].setdefault("max_grad_norm", 1.0)
+    run.training.setdefault("max_grad_norm", 1.0)
     text = data.read_parallel(options.source, options.target) if options.source else data.builtin_corpus()["train"]
-    vocabulary = run["tokenizer"]["vocab_size"] if options.source else 800
+    vocabulary = run.tokenizer.vocab_size if options.source else 800
     tokenizer = data.train_tokenizer([*text["source"], *text["target"]], vocabulary)
-    config = backbone_config(run["backbone"], tokenizer)
+    config = backbone_config(run.backbone, tokenizer)
     tokenizer.model_max_length = config.max_position_embeddings
     dataset = translation.encode(text, tokenizer)
     batches = len(sampler(run, dataset))
@@ -160,7 +160,7 @@ def main() -> None:
     }
     length = round(statistics.fmean(len(ids) for ids in dataset["labels"]))
     macs = multiply_adds(ours, length=length)
-    rate = product_rate(ours, run["training"]["max_tokens"], run["training"]["bf16"])
+    rate = product_rate(ours, run.training.max_tokens, run.training.bf16)
     lines = []
     for name, rounds in results.items():
         step, speed, padding = (statistics.median(values) for values in zip(*rounds, strict=True))

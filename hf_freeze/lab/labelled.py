@@ -15,9 +15,9 @@ from hf_freeze.lab.init.data import data_section
 from hf_freeze.lab.recipes.check import check_data
 from hf_freeze.lab.recipes.find import find_recipe
 from hf_freeze.lab.recipes.load import read_recipe
-from hf_freeze.lab.tasks.data_forms import SPLITS
+from hf_freeze.lab.recipes.settings import SPLITS, Data
 from hf_freeze.lab.tasks.registry import task_of
-from hf_freeze.lab.tasks.splits import held_out, paths_of
+from hf_freeze.lab.tasks.splits import held_out, paths_of, read_all
 from hf_freeze.model.loading import empty_model
 
 _MOST = {"train": 200_000, "dev": 2000, "test": 5000}  # inputs that are taken of a split
@@ -56,16 +56,15 @@ def inputs_and_labels(
     if names_files:
         if settings:
             raise ValueError(f"--set {settings[0]} is for a recipe, and --data {data} names files")
-        section = data_section(task, data, None, None, columns, label)
+        section = Data.model_validate(data_section(task, data, None, None, columns, label))
     else:
         for option, given in (("--column", columns), ("--label", label)):
             if given:
                 raise ValueError(f"{option} is for files, and --data {data} is a recipe, which names its columns")
-        recipe = read_recipe(data, settings)
-        if recipe.get("task") != task:
-            raise ValueError(f"--data {data} is for {recipe.get('task')!r}, and the model for {task!r}")
-        check_data(recipe, data)
-        section, metric = recipe["data"], recipe.get("metric", "")
+        recipe = check_data(read_recipe(data, settings), data)
+        if recipe.task != task:
+            raise ValueError(f"--data {data} is for {recipe.task!r}, and the model for {task!r}")
+        section, metric = recipe.data, recipe.metric
     splits = _images(section) if task == "image-classification" else task_of(task).load(section)  # type: ignore[union-attr]
     features = getattr(splits["train"], "features", {})
     kind = features["tags"].feature if task == "token-classification" else features.get("label")
@@ -109,14 +108,15 @@ _PAIRS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
 }
 
 
-def _images(settings: dict[str, Any]) -> dict[str, list[tuple[np.ndarray, int]]]:
+def _images(data: Data) -> dict[str, list[tuple[np.ndarray, int]]]:
     """Of pairs of idx files, images and their classes."""
     splits: dict[str, list[tuple[np.ndarray, int]]] = {}
-    for name in (name for name in SPLITS if name in settings):
-        pixels, classes = read_images(*paths_of(settings, settings[name]))
+    for name, files in read_all(data, lambda named: paths_of(data, named), SPLITS).items():
+        pixels, classes = read_images(*files)
         splits[name] = [(np.stack([one] * 3, -1), int(label)) for one, label in zip(pixels, classes, strict=True)]
     train = splits["train"]
-    drawn = {} if "dev" in splits else {"holdout": min(len(train) // 10, 1000)}
-    parts = held_out(len(train), drawn | settings)
+    if "dev" not in splits and not data.holdout:
+        data = data.changed(holdout=min(len(train) // 10, 1000))
+    parts = held_out(len(train), data)
     splits |= {name: [train[i] for i in which] for name, which in parts.items()}
-    return {name: split[: settings.get("limit")] for name, split in splits.items()}
+    return {name: split[: data.limit] for name, split in splits.items()}

@@ -11,6 +11,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassificati
 
 from hf_freeze.analysis.significance import compare
 from hf_freeze.io import bytes_of
+from hf_freeze.lab.recipes.recipe import Recipe
 from hf_freeze.lab.tasks.items import bleu_items
 from hf_freeze.lab.tasks.labelled import columns_of
 from hf_freeze.lab.tasks.registry import task_of
@@ -38,7 +39,7 @@ class Scored:
 
 def score_folders(
     folders: Sequence[Path],
-    recipe: Mapping[str, Any],
+    recipe: Recipe,
     *,
     split: str = "test",
     say: Callable[[str], Any] = lambda line: None,
@@ -51,16 +52,16 @@ def score_folders(
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: choose from {list(SPLITS)}")
-    if recipe["task"] not in TASKS:
-        raise ValueError(f"task {recipe['task']!r}: hf-freeze score is for {list(TASKS)}")
+    if recipe.task not in TASKS:
+        raise ValueError(f"task {recipe.task!r}: hf-freeze score is for {list(TASKS)}")
     for folder in folders:
         check_exists(str(folder))
-    scoring, task = SCORING[recipe["task"]], task_of(recipe["task"])
-    texts = task.load(recipe["data"])[split]  # type: ignore[union-attr]
+    scoring, task = SCORING[recipe.task], task_of(recipe.task)
+    texts = task.load(recipe.data)[split]  # type: ignore[union-attr]
     measured, results = [], []
     for folder in folders:
         say(f"{folder}: {len(texts):,} {scoring.item}")
-        measured.append(items_of(folder, recipe["task"], texts, recipe.get("decoding", {})))
+        measured.append(items_of(folder, recipe.task, texts, recipe.decoding.given()))
         found = compare({"first": [measured[0]], "this": [measured[-1]]}, scoring.score)[0]
         results.append(
             Scored(

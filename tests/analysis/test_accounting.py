@@ -39,9 +39,9 @@ SHARES = {
 def big(preset, row, init):
     recipe = load_recipe(RECIPE, [f"preset={preset}"])
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0, "forced_eos_token_id": 1}
-    sizes = {"vocab_size": VOCABULARY, "decoder_vocab_size": VOCABULARY} | recipe["backbone"]["config"]
+    sizes = {"vocab_size": VOCABULARY, "decoder_vocab_size": VOCABULARY} | recipe.backbone.config
     config = MarianConfig(**ids, **sizes)
-    methods = [method_from_dict(method) for method in recipe["rows"][row]["methods"]]
+    methods = [method_from_dict(method) for method in recipe.rows[row].methods]
     with torch.device("meta"):
         return make_variant(config, methods, task="seq2seq-lm", init=init)
 
@@ -91,10 +91,10 @@ LM_SHARES = {"0": 1, "1": 0.536, "2": 0.822, "3": 0.643, "4": 0.180, "5": 0.358,
 def test_language_model_rows_train_the_published_shares():
     recipe = load_recipe(RECIPE.with_name("lm.yaml"), ["preset=lm-paper"])
     # Its positions are sinusoidal; GPT-2 learns them: as few as there can be.
-    sizes = recipe["backbone"]["config"] | {"vocab_size": recipe["tokenizer"]["vocab_size"], "n_positions": 1}
+    sizes = recipe.backbone.config | {"vocab_size": recipe.tokenizer.vocab_size, "n_positions": 1}
     counts = {}
     for row in LM_SHARES:
-        methods = [method_from_dict(method) for method in recipe["rows"][row]["methods"]]
+        methods = [method_from_dict(method) for method in recipe.rows[row].methods]
         with torch.device("meta"):
             model = make_variant(
                 GPT2Config(**sizes, bos_token_id=1, eos_token_id=1), methods, task="causal-lm", init="marian"

@@ -5,6 +5,7 @@ from support import ROOT
 
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.settings import Data
 
 RECIPES = ROOT / "recipes"
 FIRST = {"recipes/factorized_embeddings/multi30k.yaml": "full", "recipes/fixed_attention/multi30k.yaml": "8L"}
@@ -34,10 +35,10 @@ def load(recipe):
 
 
 def row_of(recipe, name):
-    run = next(run for run in expand(load(recipe)) if run["row"] == name)
+    run = next(run for run in expand(load(recipe)) if run.row == name)
     if recipe.stem == "mnist":  # no epoch is chosen: what is held out is for the sweep alone
-        run["data"].pop("holdout", None)
-    return run
+        run = run.changed(data=Data(**{key: value for key, value in run.data.given().items() if key != "holdout"}))
+    return run.given()
 
 
 def grids(corpus):
@@ -47,8 +48,8 @@ def grids(corpus):
         for path in found
         if path.parent.name != "baselines" and f"{path.parent.name}/{path.stem}" not in ANOTHER_MODEL
     ]
-    task = load(RECIPES / "baselines" / f"{corpus}.yaml")["task"]
-    return [path for path in found if load(path)["task"] == task]
+    task = load(RECIPES / "baselines" / f"{corpus}.yaml").task
+    return [path for path in found if load(path).task == task]
 
 
 @pytest.mark.parametrize("corpus", BASELINES)

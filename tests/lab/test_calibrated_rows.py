@@ -10,9 +10,9 @@ from hf_freeze import make_variant, methods
 from hf_freeze.lab import data
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.tasks.translation import load_data
-from hf_freeze.run_folder import run_folder
 
 ALL = {"label": "all", "methods": []}
 HALF = {"methods": [{"method": "ffn_pruning", "width": 8}], "start": "0", "training": {"epochs": 0}}
@@ -35,15 +35,15 @@ def grid(tmp_path_factory):
     """The runs of rows that differ in their calibration, and the folder of the texts."""
     folder = tmp_path_factory.mktemp("calibrated")
     settings = {"builtin": {"seed": 0, "train": 60, "dev": 8, "test": 8}, "root": str(folder)}
-    split = load_data({"builtin": settings["builtin"]})["train"]
+    split = load_data(Data(builtin=settings["builtin"]))["train"]
     for side, name in (("source", "de"), ("target", "en")):
         (folder / f"texts.{name}").write_text("\n".join(split[side]) + "\n", encoding="utf-8")
     named = {name.replace(" ", "-"): row(calibration) for name, calibration in CALIBRATED.items()}
     rows = {"0": ALL, "none": row(), "auto": SHARED, **named}
     recipe = load_recipe(write_recipe(folder / "r.yaml", rows=rows, **SHORT))
     for run in expand(recipe):
-        run["data"]["root"] = str(folder)
-        execute(run, run_folder(folder, run))
+        run.data.root = str(folder)
+        execute(run, run.folder(folder))
     return folder
 
 
@@ -90,8 +90,8 @@ def test_each_calibration_is_another_model(grid):
 
 def test_what_starts_from_a_calibrated_row_is_another_run(tmp_path):
     rows = {"0": ALL, "1": row({}), "2": {"label": "on", "methods": [], "start": "1"}}
-    runs = {run["row"]: run for run in expand(load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows)))}
-    assert runs["2"]["start"]["calibration"] == {}
+    runs = {run.row: run for run in expand(load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows)))}
+    assert runs["2"].start.calibration.given() == {}
     assert "calibration" not in runs["2"]
 
 
@@ -99,7 +99,7 @@ def test_blocks_of_running_text(tmp_path):
     """Of a language model, a text is a block."""
     rows = {"0": ALL, "1": row({"samples": 9})}
     for run in expand(load_recipe(write_recipe(tmp_path / "r.yaml", **LM, rows=rows))):
-        record = execute(run, run_folder(tmp_path, run))
+        record = execute(run, run.folder(tmp_path))
     assert 0 < record["calibration"]["texts"] <= 9
 
 
@@ -108,13 +108,19 @@ BAD_ROWS = {
         {"methods": [], "calibration": {}},
         r"row '1' has 'calibration' but neither 'start' nor 'backbone.pre",
     ),
-    "no dict": (row(3), r"calibration=3 may have 'texts', 'samples' and 'budget'"),
-    "unknown": (row({"text": "a"}), r"calibration=\{'text': 'a'\} may have 'texts', 'samples' and 'budget'"),
-    "files": (row({"texts": [3]}), r"calibration.texts=\[3\] must be a file or a list of files"),
+    "no dict": (row(3), r"row '1': calibration must be a dict, not 3"),
+    "unknown": (
+        row({"text": "a"}),
+        r"row '1': unknown field calibration\.text; choose from .*; did you mean 'texts'\?",
+    ),
+    "files": (row({"texts": [3]}), r"calibration\.texts=\[3\] is not a value that it takes: a file or a list of files"),
     "no budget": (SHARED | {"calibration": {}}, r"row '1': head_pruning\(share='auto'\): give a budget"),
     "no texts": ({"methods": AUTO}, r"row '1': head_pruning\(share='auto'\): give a budget"),
-    "budget": (SHARED | {"calibration": {"budget": 2}}, r"row '1': budget=2: must be a share in \(0, 1\]"),
-    "samples": (row({"samples": 0}), r"calibration.samples=0 must be an integer of at least 1"),
+    "budget": (
+        SHARED | {"calibration": {"budget": 2}},
+        r"row '1': calibration\.budget=2 must be above 0 and at most 1",
+    ),
+    "samples": (row({"samples": 0}), r"calibration\.samples=0 must be at least 1"),
 }
 
 

@@ -11,10 +11,10 @@ import hf_freeze
 from hf_freeze import analysis
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.rows import Layers
 from hf_freeze.lab.runs.chosen_layers import selection
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.tasks.translation import encode, load_data
-from hf_freeze.run_folder import run_folder
 
 KEEP = {"encoder": 1, "decoder": 1}
 ALL = {"label": "all", "methods": [{"method": "layer_drop", "p": 0.2}]}
@@ -45,7 +45,7 @@ def test_the_dev_set_chooses_the_layers(tmp_path):
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", rows=ROWS, **DEEPER | SHORT))
     out = tmp_path / "runs"
     for run in expand(recipe):
-        execute(run, run_folder(out, run))
+        execute(run, run.folder(out))
     found = {}
     for by in ROWS.keys() - {"0", "learnt"}:
         config = json.loads((out / f"row-{by}-seed-1" / "model" / "config.json").read_text())
@@ -57,7 +57,7 @@ def test_the_dev_set_chooses_the_layers(tmp_path):
     folder = out / "row-0-seed-1" / "model"
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     run = expand(recipe)[0]
-    dev = encode(load_data(run["data"])["dev"], tokenizer, run, lambda *_: None)
+    dev = encode(load_data(run.data)["dev"], tokenizer, run, lambda *_: None)
     batches = [DataCollatorForSeq2Seq(tokenizer, model=model)([dev[number] for number in range(len(dev))])]
     expected = {
         "every_other": analysis.extract_depth(model, KEEP),
@@ -68,21 +68,21 @@ def test_the_dev_set_chooses_the_layers(tmp_path):
     }
     for by, choice in expected.items():
         assert found.get(by, choice.keep) == choice.keep
-        assert selection({"by": by, "keep": KEEP}, model, batches) == choice
+        assert selection(Layers(by=by, keep=KEEP), model, batches) == choice
 
 
 BAD_ROWS = {
     "no start": ({"methods": [], "layers": {"by": "search", "keep": KEEP}}, r"row '1' has 'layers' but no 'start'"),
-    "no keep": (fewer("search") | {"layers": {"by": "search"}}, r"layers=\{'by': 'search'\} must have 'by' and 'keep'"),
+    "no keep": (fewer("search") | {"layers": {"by": "search"}}, r"row '1': layers\.keep is missing"),
     "choice": (
         fewer("size"),
-        r"unknown layers.by='size'; choose from \['every_other', 'removal', 'similarity', 'rates', 'search'\]",
+        r"unknown layers\.by='size'; choose from \['every_other', 'removal', 'similarity', 'rates', 'search'\]",
     ),
     "number": (
         fewer("search", keep={"encoder": 0}),
-        r"layers.keep=\{'encoder': 0\} must be numbers of layers by stack",
+        r"layers\.keep=\{'encoder': 0\} is not a value that it takes: numbers of layers by stack",
     ),
-    "trials": (fewer("removal", trials=3), r"layers.trials=3 must be an integer of at least 1, with by: search"),
+    "trials": (fewer("removal", trials=3), r"layers\.trials=3 is for by: search, not for 'removal'"),
     "heads": (fewer("search") | {"heads": {"by": "random", "fraction": 0.5}}, r"row '1' has both 'layers' and 'heads'"),
 }
 
@@ -96,9 +96,9 @@ def test_bad_rows_are_refused(tmp_path, case):
 
 def test_the_recipe_has_the_deep_encoder_of_the_paper():
     path = Path(hf_freeze.__file__).parents[1] / "recipes" / "layerdrop" / "parts.yaml"
-    runs = {run["row"]: run for run in expand(load_recipe(path))}
-    sizes = runs["12-6-p2"]["backbone"]["config"]
+    runs = {run.row: run for run in expand(load_recipe(path))}
+    sizes = runs["12-6-p2"].backbone.config
     assert [sizes["encoder_layers"], sizes["decoder_layers"]] == [12, 6]
-    assert runs["12-6-p2"]["methods"] == runs["p2"]["methods"]
-    assert runs["search"]["layers"]["trials"] == 60
-    assert runs["search"]["start"]["row"] == "p2"
+    assert runs["12-6-p2"].methods == runs["p2"].methods
+    assert runs["search"].layers.trials == 60
+    assert runs["search"].start.row == "p2"

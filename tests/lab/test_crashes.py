@@ -33,7 +33,6 @@ from hf_freeze.lab.runs import execute as runs
 from hf_freeze.lab.runs import text_training
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.grid import FailedRuns, run_grid
-from hf_freeze.run_folder import run_folder
 from hf_freeze.training.resume import last_whole_checkpoint
 
 # -- killed --------------------------------------------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ def test_a_killed_grid_ends_as_an_undisturbed_one(task, tmp_path):
     assert any(record["resumed"] for record in resumed)
     assert list(map(figures, resumed)) == list(map(figures, undisturbed))
     for run in expand(loaded):
-        folders = [run_folder(tmp_path / out, run) for out in ("killed", "whole")]
+        folders = [run.folder(tmp_path / out) for out in ("killed", "whole")]
         one, other = (load_file(folder / "model" / "model.safetensors") for folder in folders)
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -114,7 +113,7 @@ def test_what_is_killed_at_any_moment_is_whole_or_not_there(tmp_path):
 def test_a_checkpoint_of_other_code_is_refused(tmp_path):
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", only=["0"]))
     (run,) = expand(recipe)
-    folder = run_folder(tmp_path, run)
+    folder = run.folder(tmp_path)
     (folder / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     (folder / "checkpoints" / "checkpoint-1" / "trainer_state.json").write_text("{}")
     (folder / "environment.json").write_text(json.dumps({"torch": "1.0", "threads": 64}))
@@ -172,7 +171,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(tmp_path):
         assert re.match(
             r"OSError: the checkpoint of step \d+ could not be written \(is the disk full\?\)", messages[str(limit)]
         )
-        checkpoints = run_folder(tmp_path / str(limit), expand(loaded)[0]) / "checkpoints"
+        checkpoints = expand(loaded)[0].folder(tmp_path / str(limit)) / "checkpoints"
         assert last_whole_checkpoint(checkpoints) is not None
         assert len(list(checkpoints.glob("checkpoint-*"))) > 1, "the disk was full before anything was written"
         (resumed,) = run_grid(loaded, tmp_path / str(limit))

@@ -32,25 +32,25 @@ def test_rows_are_named_after_their_width(name, preset):
     """E is the hidden size, a half, a fourth and an eighth of it; a smaller E has fewer parameters, shared layers too."""
     total, widths = {}, {}
     for run in expand(load_recipe(RECIPES / f"{name}.yaml", [f"preset={preset}"])):
-        if run["row"] in CONTROLS:
+        if run.row in CONTROLS:
             continue
-        fields, vocabulary = run["backbone"]["config"], run["tokenizer"]["vocab_size"]
+        fields, vocabulary = run.backbone.config, run.tokenizer.vocab_size
         more = {"decoder_vocab_size": vocabulary, "pad_token_id": 0} if name == "marian" else {}
-        config = AutoConfig.for_model(run["backbone"]["model_type"], vocab_size=vocabulary, **more, **fields)
-        chosen = [method_from_dict(data) for data in run["methods"]]
+        config = AutoConfig.for_model(run.backbone.model_type, vocab_size=vocabulary, **more, **fields)
+        chosen = [method_from_dict(data) for data in run.methods]
         with torch.device("meta"):
-            model = make_variant(config, chosen, task=task_of(run["task"]).head)
+            model = make_variant(config, chosen, task=task_of(run.task).head)
         rank = [method.rank for method in chosen if method.name == "factorized_embedding"]
-        width, shared = run["row"].removesuffix("-shared"), run["row"].endswith("-shared")
+        width, shared = run.row.removesuffix("-shared"), run.row.endswith("-shared")
         assert (width == "full" and not rank) or [width] == [f"e{rank[0]}"]
         assert shared == any(method.name == "layer_sharing" for method in chosen)
-        assert run["label"] == ("full table" if not rank else f"E = {rank[0]}") + ", layers shared" * shared
-        total[run["row"]] = count_parameters(model).total
+        assert run.label == ("full table" if not rank else f"E = {rank[0]}") + ", layers shared" * shared
+        total[run.row] = count_parameters(model).total
         if not shared:
-            widths[run["row"]] = rank[0] if rank else config.hidden_size
+            widths[run.row] = rank[0] if rank else config.hidden_size
         if name == "bert":
-            assert run["training"]["block_size"] <= config.max_position_embeddings
-            assert run["training"]["max_tokens"] % run["training"]["block_size"] == 0
+            assert run.training.block_size <= config.max_position_embeddings
+            assert run.training.max_tokens % run.training.block_size == 0
     full, *ranks = widths.values()
     assert ranks == [full, full // 2, full // 4, full // 8]
     for tail in ("", "-shared"):
@@ -66,8 +66,8 @@ def test_classification_starts_from_rows_that_are_there(start, then, smoke):
     """By default, in the folder that `hf-freeze run` gives the other recipe."""
     one, other = (load_recipe(RECIPES / f"{name}.yaml", smoke=smoke) for name in (start, then))
     assert other["start"] == f"runs/{one['name']}" + "-smoke" * smoke
-    assert [(run["row"], run["label"]) for run in expand(one)] == [(run["row"], run["label"]) for run in expand(other)]
-    assert not any(run["methods"] for run in expand(other)), "the model that a row starts from has them"
+    assert [(run.row, run.label) for run in expand(one)] == [(run.row, run.label) for run in expand(other)]
+    assert not any(run.methods for run in expand(other)), "the model that a row starts from has them"
 
 
 @pytest.mark.parametrize(

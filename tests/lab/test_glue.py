@@ -12,7 +12,7 @@ from scipy.stats import pearsonr
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 from support import ROOT
 from support.cases import ALL
-from support.recipes import BERT, changed, write_recipe
+from support.recipes import BERT, write_recipe
 from support.task_files import CLASSES, FOLDERS, write_glue
 
 from hf_freeze import scores
@@ -56,7 +56,7 @@ def tiny(folder, name, **changes):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_each_task_reads_the_files_of_glue(tmp_path, name):
     recipe = tiny(tmp_path, name)
-    splits = task_of(recipe["task"]).load(recipe["data"])
+    splits = task_of(recipe.task).load(recipe.data)
     assert {split: len(splits[split]) for split in ("train", "dev", "test")} == {"train": 20, "dev": 4, "test": 9}
     assert len(splits.get("mismatched", ())) == (6 if name == "mnli" else 0)
     example = splits["test"][1]
@@ -100,7 +100,7 @@ def test_a_grid_reports_the_score_of_its_task(tmp_path, name, metric):
     assert {"stsb": "Spearman %", "mnli": "mismatched %"}.get(name, "accuracy %") in headings
     assert float(cells[2]) == pytest.approx(100 * metrics[f"test_{metric}"], abs=0.051)
     assert f"dev_{metric}" in metrics
-    score = scoring_of(recipe["task"], recipe.get("metric", "")).score(items.sum(0))
+    score = scoring_of(recipe.task, recipe.metric).score(items.sum(0))
     assert score == pytest.approx(100 * metrics[f"test_{metric}"])
     if name == "mrpc":
         true, said = items[:, 4], items[:, 0] | items[:, 1]
@@ -152,10 +152,18 @@ def test_scores_of_sums_are_those_of_scikit_learn_and_scipy():
             r"task 'sequence-classification' has no metric 'bleu'; choose from \['accuracy', 'f1', 'ma",
         ),
         ("stsb", {"metric": "f1"}, r"task 'regression' has no metric 'f1'; it has one metric"),
-        ("stsb", {"training/label_smoothing": 0.1}, r"unknown field training\.label_smoothing"),
+        (
+            "stsb",
+            {"training/label_smoothing": 0.1},
+            r"training\.label_smoothing is for the tasks .*, not for 'regression'",
+        ),
         ("rte", {"data/header": "a"}, r"data\.header must be a list, not 'a'"),
         ("rte", {"data/mismatched": "a"}, r"data\.mismatched must be a list, not 'a'"),
-        ("stsb", {"data/mismatched": ["a"]}, r"data\.mismatched is for the tasks \['sequence-classification'\]"),
+        (
+            "stsb",
+            {"data/mismatched": ["a"]},
+            r"data\.mismatched is for task 'sequence-classification', not for 'regression'",
+        ),
         ("stsb", {"data": {"builtin": {}}}, r"task 'regression' has no built-in data"),
     ],
 )
@@ -174,7 +182,7 @@ def test_f1_of_three_classes_is_refused(tmp_path):
 
 def test_labels_that_are_no_numbers_are_refused(tmp_path):
     recipe = tiny(tmp_path, "stsb")
-    data = changed(recipe["data"], {"label": "genre"})
+    data = recipe.data.changed(label="genre")
     with pytest.raises(
         ValueError, match=r"train\.tsv, row 2: genre must be a number, such as 2\.5, not 'main-captions'"
     ):

@@ -15,6 +15,7 @@ from hf_freeze import analysis
 from hf_freeze.analysis import significance
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.rows import Heads
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.report.report import Series
 from hf_freeze.lab.report.write import write_report
@@ -22,7 +23,7 @@ from hf_freeze.lab.runs import measured_heads as heads
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.grid import run_grid
 from hf_freeze.lab.tasks.translation import encode, load_data
-from hf_freeze.run_folder import HEAD_SCORES, HEAD_TESTS, read_head_scores, read_head_tests, run_folder
+from hf_freeze.run_folder import HEAD_SCORES, HEAD_TESTS, read_head_scores, read_head_tests
 
 ALL = {"label": "all", "methods": [], "head_scores": ["importance", "ablation", "one_head"]}
 
@@ -86,15 +87,24 @@ def as_set(found):
 
 BAD_ROWS = {
     "no start": ({"heads": {"by": "random", "fraction": 0.5}}, r"row '1' has 'heads' but no 'start'"),
-    "no fraction": ({"start": "0", "heads": {"by": "random"}}, r"heads=\{'by': 'random'\} must have 'by' and 'frac"),
-    "field": (cut("random", 0.5, layers=[0]), r"heads=.*may have 'attentions'"),
+    "no fraction": ({"start": "0", "heads": {"by": "random"}}, r"row '1': heads\.fraction is missing"),
+    "field": (
+        cut("random", 0.5, layers=[0]),
+        r"row '1': unknown field heads\.layers; choose from \['attentions', 'by', 'fraction'\]",
+    ),
     "order": (cut("size", 0.5), r"unknown heads.by='size'; choose from \['importance', 'ablation', 'random'\]"),
-    "fraction": (cut("random", 1.5), r"heads.fraction=1\.5 must be a share in \(0, 1\]"),
-    "percent": (cut("random", 0.0) | {"heads": {"by": "random", "fraction": 50}}, r"heads.fraction=50 must be a share"),
-    "attentions": (cut("random", 0.5, attentions="self"), r"heads.attentions='self' must be a list"),
+    "fraction": (cut("random", 1.5), r"heads\.fraction=1\.5 must be above 0 and at most 1"),
+    "percent": (
+        cut("random", 0.0) | {"heads": {"by": "random", "fraction": 50}},
+        r"heads\.fraction=50 must be above 0 and at most 1",
+    ),
+    "attentions": (
+        cut("random", 0.5, attentions="self"),
+        r"heads\.attentions='self' is not a value that it takes: a list such as",
+    ),
     "unmeasured": (cut("ablation", 0.5), r"heads.by='ablation' is not in the head_scores of row '0'"),
-    "scores": ({"head_scores": ["size"]}, r"head_scores=\['size'\] must be a list; choose from \['importance', 'abl"),
-    "scores type": ({"head_scores": "importance"}, r"head_scores='importance' must be a list"),
+    "scores": ({"head_scores": ["size"]}, r"unknown head_scores\.0='size'; choose from \['importance', 'abl"),
+    "scores type": ({"head_scores": "importance"}, r"head_scores must be a list, not 'importance'"),
     "pretrained": (
         {"backbone": {"pretrained": "x", "config": {}}},
         r"both 'backbone.pretrained' and 'backbone.config'",
@@ -118,7 +128,10 @@ PRETRAINED = {"presets/small/backbone": {"pretrained": "x"}}
 BAD_PRETRAINED = {
     "tokenizer": ({}, "has both 'backbone.pretrained' and 'tokenizer'"),
     "config": ({"presets/small/tokenizer": ..., "presets/small/backbone/config": {}}, "and 'backbone.config'"),
-    "type": ({"presets/small/tokenizer": ..., "presets/small/backbone/pretrained": 3}, "backbone.pretrained=3 must be"),
+    "type": (
+        {"presets/small/tokenizer": ..., "presets/small/backbone/pretrained": 3},
+        "backbone.pretrained must be a str, not 3",
+    ),
     "nothing": (
         {"presets/small/tokenizer": ..., "presets/small/backbone": ...},
         r"'backbone' is missing; name a model with --set backbone\.pretrained=FOLDER\Z",
@@ -147,10 +160,10 @@ def test_unmeasured_scores_of_another_grid_are_refused(grid, tmp_path):
     (tmp_path / "row-0-seed-1" / HEAD_SCORES).write_text('{"importance": {"encoder.0.self": [1, 2]}}')
     model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "row-0-seed-1" / "model")
     with pytest.raises(ValueError, match=r"heads.by='ablation': .* has no such scores, only \['importance'\]"):
-        heads.pruning({"by": "ablation", "fraction": 0.5}, tmp_path / "row-0-seed-1", model, 1)
+        heads.pruning(Heads(by="ablation", fraction=0.5), tmp_path / "row-0-seed-1", model, 1)
     settings = {"by": "importance", "fraction": 0.5, "attentions": ["decoder.self"]}
     with pytest.raises(ValueError, match=r"heads.attentions names 'decoder.self'; choose from \['encoder.self'\]"):
-        heads.pruning(settings, tmp_path / "row-0-seed-1", model, 1)
+        heads.pruning(Heads(**settings), tmp_path / "row-0-seed-1", model, 1)
 
 
 # -- scores ----------------------------------------------------------------------------------------------------------------------
@@ -161,7 +174,7 @@ def test_importance_is_that_of_the_training_set(grid):
     folder = out / "row-0-seed-1"
     model = AutoModelForSeq2SeqLM.from_pretrained(folder / "model", attn_implementation="eager")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    encoded = encode(load_data(recipe["data"])["train"], tokenizer)
+    encoded = encode(load_data(recipe.data)["train"], tokenizer)
     loader = torch.utils.data.DataLoader(
         encoded.with_format(None), batch_size=7, collate_fn=DataCollatorForSeq2Seq(tokenizer, model=model)
     )
@@ -224,15 +237,15 @@ def test_a_row_of_no_epochs_is_the_model_without_the_heads(grid):
 def test_random_heads_differ_by_seed(grid):
     _, out = grid
     model = AutoModelForSeq2SeqLM.from_pretrained(out / "row-0-seed-1" / "model")
-    draws = [heads.pruning({"by": "random", "fraction": 0.5}, out, model, seed).heads for seed in range(6)]
+    draws = [heads.pruning(Heads(by="random", fraction=0.5), out, model, seed).heads for seed in range(6)]
     assert len({json.dumps(draw) for draw in draws}) > 1
-    assert heads.pruning({"by": "random", "fraction": 0.5}, out, model, 0).heads == draws[0]
+    assert heads.pruning(Heads(by="random", fraction=0.5), out, model, 0).heads == draws[0]
 
 
 def test_a_killed_measurement_goes_on(grid, tmp_path, monkeypatch):
     recipe, out = grid
     run = expand(recipe)[0]
-    folder = run_folder(tmp_path, run)
+    folder = run.folder(tmp_path)
     calls = []
     original = analysis.head_ablation
 

@@ -16,12 +16,12 @@ from support import ROOT
 from hf_freeze import count_parameters, methods, stored_bytes
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.report.write import write_report
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.grid import FailedRuns, run_grid
 from hf_freeze.lab.tasks.image_classification import classify, load_data
 from hf_freeze.lab.tasks.perceptron import ARCHITECTURE, Perceptron, PerceptronConfig, make_perceptron
-from hf_freeze.run_folder import run_folder
 
 RECIPE = ROOT / "recipes" / "ffn_compression" / "mnist.yaml"
 SIZES = [36, 16, 10]
@@ -191,13 +191,13 @@ def test_the_parameters_of_the_published_rows():
 
 def test_splits_are_read_held_out_and_cut(tmp_path):
     recipe = load_recipe(write_recipe(tmp_path))
-    data = load_data(recipe["data"], SIZES, torch.device("cpu"))
+    data = load_data(recipe.data, SIZES, torch.device("cpu"))
     assert {name: len(split.classes) for name, split in data.items()} == {"train": 120, "test": 50}
-    held = load_data(recipe["data"] | {"holdout": 30}, SIZES, torch.device("cpu"))
+    held = load_data(recipe.data.changed(holdout=30), SIZES, torch.device("cpu"))
     assert {name: len(split.classes) for name, split in held.items()} == {"train": 90, "dev": 30, "test": 50}
     everything = torch.cat([held["train"].pixels, held["dev"].pixels])
     assert sorted(map(tuple, everything.tolist())) == sorted(map(tuple, data["train"].pixels.tolist()))
-    cut = load_data(recipe["data"] | {"holdout": 30, "limit": 20}, SIZES, torch.device("cpu"))
+    cut = load_data(recipe.data.changed(holdout=30, limit=20), SIZES, torch.device("cpu"))
     assert {name: len(split.classes) for name, split in cut.items()} == {"train": 20, "dev": 20, "test": 20}
     assert torch.equal(cut["train"].pixels, held["train"].pixels[:20])
     pixels, classes = data["train"].batch(torch.tensor([3, 5]))
@@ -211,11 +211,11 @@ def test_images_that_do_not_fit_the_perceptron(tmp_path):
     with pytest.raises(
         ValueError, match=r"train-images: images of 36 pixels, but backbone.sizes=\[35, 10\] begins with 35"
     ):
-        load_data(settings, [35, 10], torch.device("cpu"))
+        load_data(Data(**settings), [35, 10], torch.device("cpu"))
     with pytest.raises(ValueError, match=r"train-labels: class 9, but backbone.sizes=\[36, 9\] ends with 9 classes"):
-        load_data(settings, [36, 9], torch.device("cpu"))
+        load_data(Data(**settings), [36, 9], torch.device("cpu"))
     with pytest.raises(ValueError, match="holdout=120 leaves nothing to train on: the training split has 120 items"):
-        load_data(settings | {"holdout": 120}, SIZES, torch.device("cpu"))
+        load_data(Data(**settings | {"holdout": 120}), SIZES, torch.device("cpu"))
 
 
 # -- grids -------------------------------------------------------------------------------------------------------------------
@@ -241,9 +241,9 @@ def grid(tmp_path_factory):
 def test_a_grid_leaves_models_scores_and_records(grid):
     recipe, out, printed, records = grid
     assert [record["row"] for record in records] == list(TINY["rows"])
-    data = load_data(recipe["data"], SIZES, torch.device("cpu"))
+    data = load_data(recipe.data, SIZES, torch.device("cpu"))
     for run, record in zip(expand(recipe), records, strict=True):
-        folder = run_folder(out, run)
+        folder = run.folder(out)
         assert json.loads((folder / "metrics.json").read_text()) == record
         assert not (folder / "checkpoints").exists()
         model = Perceptron.load(folder / "model")
@@ -255,7 +255,7 @@ def test_a_grid_leaves_models_scores_and_records(grid):
         assert record["parameters"]["total"] == sum(p.numel() for p in model.parameters())
         stored = load_file(folder / "model" / "model.safetensors")
         assert record["parameters"]["stored_bytes"] == sum(t.numel() * t.element_size() for t in stored.values())
-        epochs = run["training"]["epochs"]
+        epochs = run.training.epochs
         assert record["epochs_trained"] == epochs
         assert record["steps"] == epochs * 7  # 100 images in batches of 16
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -309,16 +309,16 @@ def test_the_report_counts_how_often_smaller_each_row_is(grid, pictures):
 def test_a_killed_run_goes_on_as_an_undisturbed_one(grid, row, tmp_path, monkeypatch):
     """Killed after each epoch in turn: the noise of variational dropout and the mask of pruning go on where they were."""
     recipe, out, _, records = grid
-    run = next(run for run in expand(recipe) if run["row"] == row)
-    folder = run_folder(tmp_path, run)
+    run = next(run for run in expand(recipe) if run.row == row)
+    folder = run.folder(tmp_path)
     if "start" in run:
-        run_folder(tmp_path, run["start"]).symlink_to(run_folder(out, run["start"]))
+        run.start.folder(tmp_path).symlink_to(run.start.folder(out))
 
     def kill(message):
         if "eval_loss" in message:
             raise KeyboardInterrupt
 
-    for _ in range(run["training"]["epochs"] - 1):
+    for _ in range(int(run.training.epochs) - 1):
         with pytest.raises(KeyboardInterrupt):
             execute(run, folder, kill)
         torch.manual_seed(77)
@@ -327,16 +327,16 @@ def test_a_killed_run_goes_on_as_an_undisturbed_one(grid, row, tmp_path, monkeyp
     assert resumed["resumed"]
     undisturbed = next(record for record in records if record["row"] == row)
     assert resumed["metrics"] == undisturbed["metrics"]
-    one, other = (load_file(path / "model" / "model.safetensors") for path in (folder, run_folder(out, run)))
+    one, other = (load_file(path / "model" / "model.safetensors") for path in (folder, run.folder(out)))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert (folder / "log.jsonl").read_text() == (run_folder(out, run) / "log.jsonl").read_text()
+    assert (folder / "log.jsonl").read_text() == (run.folder(out) / "log.jsonl").read_text()
 
 
 def test_a_half_written_checkpoint_is_passed_over(grid, tmp_path, monkeypatch):
     recipe, _, _, records = grid
     run = expand(recipe)[0]
-    folder = run_folder(tmp_path, run)
+    folder = run.folder(tmp_path)
     saved = []
 
     def spoil(state, path):
@@ -393,16 +393,19 @@ def test_a_row_that_fails_is_said_in_one_line(tmp_path):
 
 def test_the_shipped_recipe_loads():
     recipe = load_recipe(RECIPE, ["data.root=/x"])
-    assert recipe["backbone"] == {"sizes": [784, 256, 10]}
-    assert "tokenizer" not in recipe
-    assert len(expand(recipe)) == 3 * len(recipe["rows"])
-    assert load_recipe(RECIPE, smoke=True)["data"]["limit"] == 600
+    assert recipe.backbone.given() == {"sizes": [784, 256, 10]}
+    assert recipe.tokenizer is None
+    assert len(expand(recipe)) == 3 * len(recipe.rows)
+    assert load_recipe(RECIPE, smoke=True).data.limit == 600
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("training.max_tokens=5", r"unknown field training\.max_tokens; choose from \['batch_size', 'epochs', 'lea"),
+        (
+            "training.max_tokens=5",
+            r"training\.max_tokens is for the tasks \['translation', .*, not for .*; choose from \['batch_size'",
+        ),
         ("training.epochs=1.5", r"training\.epochs=1\.5 is not a value that it takes"),
         ("training.epochs=-1", r"training\.epochs=-1 must be at least 0"),
         ("training.batch_size=0", r"training\.batch_size=0 must be at least 1"),
@@ -411,17 +414,23 @@ def test_the_shipped_recipe_loads():
         ("training.lr_steps={gamma: 0.1}", r"training\.lr_steps={'gamma': 0\.1} is not a value"),
         ("training.lr_steps={gamma: 0.1, at: 3}", r"training\.lr_steps=.* is not a value"),
         ("training.lr_steps={gamma: 0.1, at: [3], x: 1}", r"training\.lr_steps=.* is not a value"),
-        ("backbone.model_type=bert", r"unknown field backbone\.model_type; choose from \['sizes'\]"),
-        ("backbone.sizes=[3]", r"sizes=\[3\]: must be a list of positive numbers"),
-        ("tokenizer={kind: bpe}", "task 'image-classification' takes no tokenizer"),
-        ("decoding={num_beams: 2}", "task 'image-classification' takes no decoding"),
+        ("backbone.model_type=bert", r"backbone\.model_type is for the tasks .*; choose from \['sizes'\]"),
+        (
+            "backbone.sizes=[3]",
+            r"backbone\.sizes=\[3\] is not a value that it takes: a list of positive numbers such as \[784,",
+        ),
+        ("tokenizer={kind: bpe}", "tokenizer is for the tasks .*, not for 'image-classification'"),
+        (
+            "decoding={num_beams: 2}",
+            r"decoding is for the tasks \['translation', 'language-modelling'\], not for 'image-classification'",
+        ),
         (
             "data.unit=lines",
-            r"unknown field data\.unit; choose from \['dev', 'holdout', 'limit', 'root', 'test', 'train'\]",
+            r"data\.unit is for the tasks .*; choose from \['dev', 'holdout', 'limit', 'root', 'test', 'train'\]",
         ),
         ("data.train=[a]", r"data\.train must be two files, \[images, labels\], not \['a'\]"),
-        ("data.holdout=0", r"data\.holdout=0 must be a number of training items"),
-        ("rows.0.training={max_tokens: 3}", r"row '0': unknown field training\.max_tokens"),
+        ("data.holdout=0", r"data\.holdout=0 must be at least 1"),
+        ("rows.0.training={max_tokens: 3}", r"row '0': training\.max_tokens is for the tasks"),
         ("rows.0.training={batch_size: 0}", r"row '0': training\.batch_size=0 must be at least 1"),
         ("rows.0.backbone={sizes: [0]}", r"row '0': .*sizes=\[0\]"),
     ],
@@ -434,13 +443,15 @@ def test_settings_are_checked(recipe_file, setting, message):
 def test_text_takes_nothing_of_images():
     ablation = RECIPE.parents[1] / "freeze_ablation" / "recipe.yaml"
     for setting in ("training.batch_size=3", "training.lr_steps={gamma: 1, at: []}", "backbone.sizes=[1, 2]"):
-        with pytest.raises(ValueError, match=f"unknown field {setting.partition('=')[0]}"):
+        with pytest.raises(
+            ValueError, match=f"{setting.partition('=')[0]} is for task 'image-classification', not for 'translation'"
+        ):
             load_recipe(ablation, [setting])
 
 
 def test_dev_files_and_missing_sections(tmp_path, recipe_file):
     recipe = load_recipe(recipe_file, ["data.dev=[test-images, test-labels]"])
-    data = load_data(recipe["data"], SIZES, torch.device("cpu"))
+    data = load_data(recipe.data, SIZES, torch.device("cpu"))
     assert len(data["dev"].classes) == 50
     whole = yaml.safe_load(recipe_file.read_text())
     del whole["data"]["test"]

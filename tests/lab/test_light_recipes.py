@@ -15,7 +15,7 @@ FOLDER = ROOT / "recipes" / "light_blocks"
 
 
 def model(run):
-    vocabulary, backbone = run["tokenizer"]["vocab_size"], run["backbone"]
+    vocabulary, backbone = run.tokenizer.vocab_size, run.backbone
     ids = {"vocab_size": vocabulary, "pad_token_id": 0, "eos_token_id": 1}
     task = "causal-lm"
     if backbone["model_type"] == "marian":
@@ -23,12 +23,12 @@ def model(run):
         ids |= {"decoder_vocab_size": vocabulary, "decoder_start_token_id": 0, "forced_eos_token_id": 1}
     config = AutoConfig.for_model(backbone["model_type"], **ids, **backbone["config"])
     with torch.device("meta"):
-        return make_variant(config, list(map(method_from_dict, run["methods"])), task=task, init="marian")
+        return make_variant(config, list(map(method_from_dict, run.methods)), task=task, init="marian")
 
 
 @pytest.mark.parametrize("preset", ["demo", "tiny", "base"] if ALL else ["tiny"])
 def test_rows_of_translators_have_the_size_of_the_plain_one(preset):
-    models = {run["row"]: model(run) for run in expand(load_recipe(FOLDER / "recipe.yaml", [f"preset={preset}"]))}
+    models = {run.row: model(run) for run in expand(load_recipe(FOLDER / "recipe.yaml", [f"preset={preset}"]))}
     sizes = {row: count_parameters(made).total for row, made in models.items()}
     assert list(sizes) == [
         *("0", "lite", "lite-fixed", "flat", "conv", "delight", "delight-uniform"),
@@ -46,7 +46,7 @@ def test_rows_of_translators_have_the_size_of_the_plain_one(preset):
 @pytest.mark.parametrize("preset", ["lm-demo", "lm-tiny"])
 def test_rows_of_language_models_have_the_size_of_the_plain_one(preset):
     sizes = {
-        run["row"]: count_parameters(model(run)).total
+        run.row: count_parameters(model(run)).total
         for run in expand(load_recipe(FOLDER / "lm.yaml", [f"preset={preset}"]))
     }
     assert list(sizes) == ["0", "lite", "delight", "r1", "r2", "r4", "r5", "r16", "int8", "int4"]
@@ -75,21 +75,21 @@ PREPRINT = {
 
 def test_rows_of_the_preprint_have_its_sizes_and_depths():
     runs = expand(load_recipe(FOLDER / "preprint.yaml", ["preset=lm-wikitext103"]))
-    assert [run["row"] for run in runs] == list(PREPRINT)
-    for run in runs if ALL else [run for run in runs if run["row"] in ("r3", "r7", "r9", "r14")]:
-        millions, depth = PREPRINT[run["row"]]
-        made, hidden = model(run), run["backbone"]["config"]["n_embd"]
+    assert [run.row for run in runs] == list(PREPRINT)
+    for run in runs if ALL else [run for run in runs if run.row in ("r3", "r7", "r9", "r14")]:
+        millions, depth = PREPRINT[run.row]
+        made, hidden = model(run), run.backbone.config["n_embd"]
         size = count_parameters(made).total - 32000 * 128 - 513 * hidden
-        assert size / 1e6 + 11.80 == pytest.approx(millions, abs=0.06), run["row"]
+        assert size / 1e6 + 11.80 == pytest.approx(millions, abs=0.06), run.row
         (method,) = made.methods
         blocks = [layers for layers, _ in method.blocks()]
         if depth is not None:
-            assert sum(blocks) + 5 * len(blocks) + method.n_min + 3 == depth, run["row"]
+            assert sum(blocks) + 5 * len(blocks) + method.n_min + 3 == depth, run.row
 
 
 def test_rows_of_the_preprint_scaled_down():
     runs = expand(load_recipe(FOLDER / "preprint.yaml"))
-    assert [run["row"] for run in runs] == list(PREPRINT)
-    ascending = [run for run in runs if run["row"] in ("r1", "r4", "r5", "r14", "r15")]
+    assert [run.row for run in runs] == list(PREPRINT)
+    ascending = [run for run in runs if run.row in ("r1", "r4", "r5", "r14", "r15")]
     sizes = [count_parameters(model(run)).total for run in ascending]
     assert sizes == sorted(sizes)

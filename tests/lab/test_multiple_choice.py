@@ -10,6 +10,7 @@ from support.task_files import ANIMALS, write_race
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from hf_freeze.lab.data import read_race
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.report.table import table_cells
 from hf_freeze.lab.runs.grid import run_grid
@@ -25,7 +26,7 @@ def folders(tmp_path):
 
 
 def test_the_folders_of_race(folders, tmp_path):
-    splits = load_data(folders)
+    splits = load_data(Data(**folders))
     assert {name: len(split) for name, split in splits.items()} == {"train": 24, "dev": 8, "test": 8}
     assert splits["test"][1]["question"] == "The _ was happy."
     assert splits["test"][1]["options"] == ANIMALS[::-1]
@@ -48,7 +49,7 @@ def test_impossible_answers_are_refused(tmp_path, options, answer, message):
     rows = [("T", "Q", ["a", "b"], "A"), ("T", "Q", options, answer)]
     pd.DataFrame(rows, columns=["article", "question", "options", "answer"]).to_parquet(tmp_path / "train.parquet")
     with pytest.raises(ValueError, match=message):
-        load_data({"hub": str(tmp_path), "train": "train", "dev": "train", "test": "train"})
+        load_data(Data(hub=str(tmp_path), train="train", dev="train", test="train"))
 
 
 def test_a_grid_scores_what_its_model_chooses(folders, tmp_path):
@@ -58,7 +59,7 @@ def test_a_grid_scores_what_its_model_chooses(folders, tmp_path):
     model = AutoModelForMultipleChoice.from_pretrained(run / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(run / "model", model_max_length=32)
     right = []
-    for row in load_data(folders)["test"]:
+    for row in load_data(Data(**folders))["test"]:
         asked = [
             row["question"].replace("_", option) if "_" in row["question"] else f"{row['question']} {option}"
             for option in row["options"]

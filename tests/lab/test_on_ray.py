@@ -22,7 +22,6 @@ from hf_freeze.lab.runs.environment import environment
 from hf_freeze.lab.runs.grid import FailedRuns, run_grid
 from hf_freeze.lab.runs.on_ray import RayOptions, RayTasks
 from hf_freeze.lab.runs.resume import forget_other_machines
-from hf_freeze.run_folder import run_folder
 
 ray = pytest.importorskip("ray")
 SPACE = {
@@ -97,7 +96,7 @@ def test_a_grid_that_loses_a_node_is_the_local_grid(cluster, tmp_path):
     assert f"{killed[0]}: Task failed because the node it was running on is dead" in printed
     assert "again, 1 of 3" in printed
     for run in expand(loaded):
-        one, other = (run_folder(tmp_path / out, run) for out in ("ray", "alone"))
+        one, other = (run.folder(tmp_path / out) for out in ("ray", "alone"))
         assert {p.relative_to(one) for p in one.rglob("*")} == {p.relative_to(other) for p in other.rglob("*")}
         weights = [load_file(folder / "model" / "model.safetensors") for folder in (one, other)]
         assert weights[0].keys() == weights[1].keys()
@@ -120,20 +119,20 @@ def pretend(monkeypatch):
         if until is not None:  # a run of a search, which pauses at a checkpoint
             checkpoint = folder / "checkpoints" / "checkpoint-1"
             checkpoint.mkdir(parents=True)
-            state = {"log_history": [{"epoch": until, "eval_loss": 3.0 + run["backbone"]["config"]["d_model"]}]}
+            state = {"log_history": [{"epoch": until, "eval_loss": 3.0 + run.backbone.config["d_model"]}]}
             (checkpoint / "trainer_state.json").write_text(json.dumps(state))
             return "checkpoints/checkpoint-1/trainer_state.json"
-        if run["label"] == "fails":
+        if run.label == "fails":
             raise ValueError("so it does")
-        if run["label"] == "is killed":
+        if run.label == "is killed":
             os._exit(1)
-        if run["label"] == "loses its node":
+        if run.label == "loses its node":
             node = ray.get_runtime_context().get_node_id()
             with (folder / "nodes").open("a") as file:
                 file.write(f"{node}\n")
             while len((folder / "nodes").read_text().split()) == 1:
                 time.sleep(0.1)
-        while run["label"] == "goes on":
+        while run.label == "goes on":
             time.sleep(1)
         record = {key: run[key] for key in ("row", "seed", "label")}
         record |= {"metrics": {"dev_perplexity": 1.0, "dev_loss": 2.0}, "multiply_adds": 1}
@@ -297,7 +296,7 @@ def test_a_run_that_another_node_goes_on_with_ends_itself(tmp_path, monkeypatch)
 def test_a_folder_that_a_node_does_not_see(tmp_path):
     message = r"nowhere/row-0-seed-1 is not there on node .*: --out must be on storage that all nodes see"
     with pytest.raises(FileNotFoundError, match=message):
-        on_ray._work({}, str(tmp_path), "nowhere/row-0-seed-1", 1, 1, False, False, None, None)
+        on_ray._work(None, str(tmp_path), "nowhere/row-0-seed-1", 1, 1, False, False, None, None)
     assert not (tmp_path / "nowhere").exists()
 
 

@@ -38,7 +38,7 @@ def quiet(recipe, out, **options):
 def run_here(tmp_path, row="0", **changes):
     """One run of a grid in this process, where `machine` holds."""
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", **{**AUTO, **ONE_ROW, **changes}))
-    return execute({**expand_one(recipe), "row": row}, tmp_path / "runs" / f"row-{row}-seed-1")
+    return execute(expand_one(recipe).changed(row=row), tmp_path / "runs" / f"row-{row}-seed-1")
 
 
 def expand_one(recipe):
@@ -104,7 +104,7 @@ def test_auto_is_resolved_and_a_choice_stays(machine):
 
 def test_a_recipe_leaves_the_choice_to_the_machine(tmp_path, machine):
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", **AUTO))
-    assert recipe["training"]["bf16"] == "auto"
+    assert recipe.training.bf16 == "auto"
     for native in (True, False):
         machine(native)
         assert training_arguments(expand_one(recipe), tmp_path).bf16 is native

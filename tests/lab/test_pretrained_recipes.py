@@ -19,34 +19,34 @@ def write_extending(folder, text, **changes):
 
 def test_pretrained_replaces_the_backbone_and_tokenizer_of_the_extended_recipe(tmp_path):
     recipe = load_recipe(write_extending(tmp_path, "backbone: {pretrained: x}\n"))
-    assert recipe["backbone"] == {"pretrained": "x"}
-    assert "tokenizer" not in recipe
+    assert recipe.backbone.given() == {"pretrained": "x"}
+    assert recipe.tokenizer is None
     for run in expand(recipe):
-        assert run["backbone"] == {"pretrained": "x"}
-        assert "tokenizer" not in run
+        assert run.backbone.given() == {"pretrained": "x"}
+        assert run.tokenizer is None
 
 
 def test_pretrained_may_be_set_on_the_command_line(tmp_path):
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml"), ["backbone.pretrained=x"])
-    assert recipe["backbone"] == {"pretrained": "x"}
-    assert "tokenizer" not in recipe
+    assert recipe.backbone.given() == {"pretrained": "x"}
+    assert recipe.tokenizer is None
 
 
 def test_a_fresh_backbone_replaces_a_pretrained_one(tmp_path):
     text = "backbone: {model_type: marian, config: {d_model: 16}}\ntokenizer: {vocab_size: 100}\n"
     changes = {"presets/small/backbone": {"pretrained": "x"}, "presets/small/tokenizer": ...}
     recipe = load_recipe(write_extending(tmp_path, text, **changes))
-    assert recipe["backbone"] == {"model_type": "marian", "config": {"d_model": 16}}
+    assert recipe.backbone.given() == {"model_type": "marian", "config": {"d_model": 16}}
 
 
 def test_one_row_may_start_from_pretrained_weights(tmp_path):
     rows = TINY["rows"] | {"p": {"label": "pretrained", "methods": []} | PRETRAINED}
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows))
-    runs = {run["row"]: run for run in expand(recipe)}
-    assert runs["p"]["backbone"] == {"pretrained": "x"}
-    assert "tokenizer" not in runs["p"]
-    assert runs["0"]["backbone"] == TINY["presets"]["small"]["backbone"]
-    assert runs["0"]["tokenizer"] == TINY["presets"]["small"]["tokenizer"]
+    runs = {run.row: run for run in expand(recipe)}
+    assert runs["p"].backbone.given() == {"pretrained": "x"}
+    assert runs["p"].tokenizer is None
+    assert runs["0"].backbone.given() == TINY["presets"]["small"]["backbone"]
+    assert runs["0"].tokenizer.given() == TINY["presets"]["small"]["tokenizer"]
 
 
 def test_a_row_with_another_tokenizer_is_refused_where_scores_are_per_token(tmp_path):

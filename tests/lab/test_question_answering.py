@@ -11,6 +11,7 @@ from support.recipes import encoder_recipe
 from support.task_files import PLACES, write_squad
 
 from hf_freeze.lab.data import read_squad, train_tokenizer
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.report.table import table_cells
 from hf_freeze.lab.runs.grid import run_grid
@@ -27,7 +28,7 @@ def files(tmp_path):
 
 
 def test_the_files_of_squad(files, tmp_path):
-    splits = load_data(files)
+    splits = load_data(Data(**files))
     assert {name: len(split) for name, split in splits.items()} == {"train": 40, "dev": 8, "test": 6}
     first = splits["test"][0]
     assert first["question"] == "Where did Ann move?"
@@ -65,13 +66,13 @@ def test_the_columns_of_the_hub(tmp_path):
         {"id": list("abcdef"), "title": "t", "context": "In Paris", "question": "Where?", "answers": answers}
     )
     frame.to_parquet(tmp_path / "train.parquet")
-    splits = load_data({"hub": str(tmp_path), "train": "train", "test": "train", "holdout": 2})
+    splits = load_data(Data(hub=str(tmp_path), train="train", test="train", holdout=2))
     assert splits["test"]["answers"][:2] == [["Paris"], []]
     assert splits["test"]["starts"][:2] == [[3], []]
 
 
 def test_windows_find_the_answer_again(files):
-    splits = load_data(files)
+    splits = load_data(Data(**files))
     tokenizer = train_tokenizer([*splits["train"]["context"], *splits["train"]["question"]], 120, "wordpiece")
     encoded = encode(splits["test"], tokenizer, {"training": {"block_size": 24}})
     assert len(encoded) > 6, "a text of more than one window"
@@ -129,7 +130,7 @@ def test_a_grid_reports_f1_of_words(files, tmp_path, version):
     (record,) = run_grid(recipe, tmp_path / "out", console=Console(quiet=True))
     run = tmp_path / "out" / "row-0-seed-1"
     given = json.loads((run / "answers.json").read_text())
-    splits = load_data(files)
+    splits = load_data(Data(**files))
     scores = [squad(given[row["id"]], row["answers"]) for row in splits["test"]]
     items = np.load(run / "items.npy")
     assert items[:, [0, 2]].tolist() == [list(pair) for pair in scores]

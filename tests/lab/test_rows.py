@@ -18,6 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 from hf_freeze import count_parameters, stored_bytes
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.settings import Training
 from hf_freeze.lab.report.table import table_cells
 from hf_freeze.lab.report.write import write_report
 from hf_freeze.lab.runs.execute import execute
@@ -25,7 +26,6 @@ from hf_freeze.lab.runs.grid import FailedRuns, run_grid
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS, register_method
 from hf_freeze.model.build import VariantMixin
-from hf_freeze.run_folder import run_folder
 
 FREEZE = {"method": "freeze", "ffn": "frozen"}
 ROWS = {
@@ -55,10 +55,10 @@ def recipe_of(folder, rows=ROWS, **changes):
 BAD_ROWS = {
     "field": (
         {"x": 1},
-        r"unknown field 'x' of row '1'; choose from \['label', 'methods', 'start', 'teacher', 'targets', 'training'",
+        r"row '1': unknown field 'x'; choose from \['backbone', 'calibration', 'head_scores', 'heads', 'label', ",
     ),
     "no such row": ({"start": "9"}, r"row '1': start='9' is no row; choose from \['0', '1', '2'\]"),
-    "unquoted": ({"start": 0}, r"row '1': start=0 is no row"),
+    "unquoted": ({"start": 0}, r"row '1': start must be a str, not 0"),
     "itself": ({"start": "1"}, r"row '1': 'start' refers to itself: 1 <- 1"),
     "circle": ({"start": "2"}, r"row '1': 'start' refers to itself: 1 <- 2 <- 1"),
     "start and backbone": ({"start": "0", "backbone": {}}, r"row '1' has both 'start' and 'backbone': it takes the"),
@@ -67,7 +67,7 @@ BAD_ROWS = {
     "training": ({"training": 3}, r"row '1': training must be a dict, not 3"),
     "training field": ({"training": {"lr": 3}}, r"row '1': unknown field training\.lr; choose from"),
     "training value": ({"training": {"epochs": "x"}}, r"row '1': training\.epochs='x' is not a value that it takes"),
-    "epochs": ({"training": {"epochs": -1}}, r"row '1': training\.epochs=-1\.0 must be at least 0"),
+    "epochs": ({"training": {"epochs": -1}}, r"row '1': training\.epochs=-1 must be at least 0"),
     "component": (
         {"training": {"learning_rates": {"mlp": 1}}},
         r"row '1': unknown component training\.learning_rates\.mlp",
@@ -97,38 +97,36 @@ def test_bad_rows_are_refused(tmp_path, case):
 
 def test_a_row_has_what_it_says_and_else_what_the_recipe_says(tmp_path):
     recipe = recipe_of(tmp_path, seeds=[1, 2])
-    runs = {(run["row"], run["seed"]): run for run in expand(recipe)}
+    runs = {(run.row, run.seed): run for run in expand(recipe)}
     # Whatever a row starts from comes before it.
     assert list(runs) == [(row, seed) for seed in (1, 2) for row in ("0", "small", "unchanged", "tuned")]
     training = TINY["presets"]["small"]["training"]
-    assert runs["0", 1]["training"] == runs["small", 1]["training"] == training
-    assert runs["tuned", 1]["training"] == training | ROWS["tuned"]["training"]
-    assert runs["unchanged", 1]["training"] == training | {"epochs": 0}
-    sizes = {row: runs[row, 2]["backbone"]["config"]["encoder_ffn_dim"] for row in ROWS}
+    assert runs["0", 1].training.given() == runs["small", 1].training.given() == training
+    assert runs["tuned", 1].training.given() == training | ROWS["tuned"]["training"]
+    assert runs["unchanged", 1].training.given() == training | {"epochs": 0}
+    sizes = {row: runs[row, 2].backbone.config["encoder_ffn_dim"] for row in ROWS}
     assert sizes == {"0": 16, "tuned": 16, "unchanged": 16, "small": 8}
-    assert runs["small", 1]["backbone"]["config"] | {"encoder_ffn_dim": 16} == runs["0", 1]["backbone"]["config"]
+    assert runs["small", 1].backbone.config | {"encoder_ffn_dim": 16} == runs["0", 1].backbone.config
     vocabulary = TINY["presets"]["small"]["tokenizer"]["vocab_size"]
-    assert {row: runs[row, 1]["tokenizer"]["vocab_size"] for row in ROWS} == dict.fromkeys(ROWS, vocabulary) | {
-        "small": 90
-    }
-    assert "start" not in runs["0", 1]
-    assert runs["tuned", 2]["start"] == {
+    assert {row: runs[row, 1].tokenizer.vocab_size for row in ROWS} == dict.fromkeys(ROWS, vocabulary) | {"small": 90}
+    assert runs["0", 1].start is None
+    assert runs["tuned", 2].start.given() == {
         "row": "unchanged",
         "seed": 2,
-        "training": runs["unchanged", 2]["training"],
+        "training": runs["unchanged", 2].training.given(),
         "methods": [],
         "start": {"row": "0", "seed": 2, "training": training, "methods": []},
     }
-    assert json.loads(json.dumps(runs["tuned", 2])) == runs["tuned", 2], "plain data"
-    only = [run["row"] for run in expand(recipe | {"only": ["small", "tuned"], "seeds": [1]})]
+    assert json.loads(json.dumps(runs["tuned", 2].given())) == runs["tuned", 2].given(), "plain data"
+    only = [run.row for run in expand(recipe.changed(only=["small", "tuned"], seeds=[1]))]
     assert only == ["0", "small", "unchanged", "tuned"], "the first row is what the others are compared with"
 
 
 def test_a_row_takes_the_backbone_of_its_start(tmp_path):
     rows = {"a": ROWS["small"], "b": {"label": "b", "methods": [], "start": "a"}}
     runs = expand(recipe_of(tmp_path, rows))
-    assert runs[1]["backbone"] == runs[0]["backbone"]
-    assert runs[1]["backbone"]["config"]["encoder_ffn_dim"] == 8
+    assert runs[1].backbone == runs[0].backbone
+    assert runs[1].backbone.config["encoder_ffn_dim"] == 8
 
 
 # -- which run is started when ---------------------------------------------------------------------------------------------------
@@ -145,18 +143,18 @@ def pretend(monkeypatch, *, broken=(), slow=()):
             self.sentinel, other = multiprocessing.Pipe()
             other.close()  # so it is ready, as that of a process that has ended
             self.run, self.folder = args[:2]
-            self.polls = 2 if self.run["row"] in slow else 0
+            self.polls = 2 if self.run.row in slow else 0
 
         def start(self):
-            events.append(("start", self.run["row"]))
+            events.append(("start", self.run.row))
 
         def is_alive(self):
             self.polls -= 1
             if self.polls == -1:
-                events.append(("end", self.run["row"]))
-                record = {key: self.run[key] for key in ("row", "seed", "label")}
+                events.append(("end", self.run.row))
+                record = {key: getattr(self.run, key) for key in ("row", "seed", "label")}
                 record |= {"metrics": {"dev_perplexity": 1.0}, "parameters": {"trainable_share": 1.0}}
-                if self.run["row"] not in broken:
+                if self.run.row not in broken:
                     (self.folder / "metrics.json").write_text(json.dumps(record))
             return self.polls >= 0
 
@@ -205,9 +203,9 @@ def test_what_starts_from_a_failed_run_fails_with_it(tmp_path, monkeypatch):
 def test_a_finished_start_is_used(tmp_path, monkeypatch):
     recipe = recipe_of(tmp_path, CHAIN)
     pretend(monkeypatch)
-    run_grid(recipe | {"only": ["0"]}, tmp_path / "out")
+    run_grid(recipe.changed(only=["0"]), tmp_path / "out")
     events = pretend(monkeypatch)
-    run_grid(recipe | {"only": ["2"]}, tmp_path / "out")
+    run_grid(recipe.changed(only=["2"]), tmp_path / "out")
     assert [row for kind, row in events if kind == "start"] == ["1", "2"]
 
 
@@ -288,8 +286,8 @@ def test_a_report_of_rows_that_were_not_trained(grid, tmp_path):
 def test_other_settings_of_a_start_are_others_of_what_starts_from_it(grid, tmp_path, monkeypatch):
     recipe, out, _ = grid
     monkeypatch.setattr("hf_freeze.lab.runs.grid._execute_all", lambda *args: pytest.fail("something was run"))
-    other = json.loads(json.dumps(recipe))
-    other["rows"]["0"]["training"] = {"learning_rate": 0.5}
+    other = recipe.model_copy(deep=True)
+    other.rows["0"].training = Training(learning_rate=0.5)
     shutil.copytree(out, tmp_path / "out")
     with pytest.raises(ValueError, match=r"row-0-seed-1 holds .* other settings \(training\.learning_rate was 0\.005"):
         run_grid(other, tmp_path / "out")
@@ -308,15 +306,15 @@ def test_a_run_without_its_start_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"row-unchanged-seed-1 starts from .*row-0-seed-1, which is not finished: run row 0"
     ):
-        execute(run, run_folder(tmp_path, run))
+        execute(run, run.folder(tmp_path))
 
 
 def test_a_stopped_run_goes_on_from_its_own_checkpoint(grid, tmp_path):
     """And not from a start whose weights are others by now."""
     recipe, out, records = grid
-    run = next(run for run in expand(recipe) if run["row"] == "tuned")
+    run = next(run for run in expand(recipe) if run.row == "tuned")
     shutil.copytree(out / "row-unchanged-seed-1", tmp_path / "row-unchanged-seed-1")
-    folder = run_folder(tmp_path, run)
+    folder = run.folder(tmp_path)
 
     def stop(message):
         if "eval_perplexity" in message and message["epoch"] == 1:
@@ -343,7 +341,7 @@ def test_a_stopped_run_goes_on_from_its_own_checkpoint(grid, tmp_path):
 
 def test_language_models_start_from_each_other_too(tmp_path):
     runs = expand(recipe_of(tmp_path, {row: ROWS[row] for row in ("0", "unchanged")}, **LM))
-    first, copy = (execute(run, run_folder(tmp_path, run)) for run in runs)
+    first, copy = (execute(run, run.folder(tmp_path)) for run in runs)
     assert copy["metrics"] == first["metrics"]
     assert first["steps"] > copy["steps"] == 0
 
@@ -387,18 +385,18 @@ def test_the_record_is_of_the_finalized_model(halving, tmp_path, epochs):
         "same": {"label": "same", "methods": [], "start": "0", "training": {"epochs": 0}},
     }
     first, same = expand(recipe_of(tmp_path, rows))
-    record = execute(first, run_folder(tmp_path, first))
+    record = execute(first, first.folder(tmp_path))
     assert halving == ["finalize"]
     assert (record["steps"] > 0) is (epochs > 0)
-    folder = run_folder(tmp_path, first) / "model"
+    folder = first.folder(tmp_path) / "model"
     model = AutoModelForSeq2SeqLM.from_pretrained(folder)
     assert model.model.encoder.layers[0].fc1.out_features == 8
     assert record["parameters"]["total"] == count_parameters(model).total
     assert record["parameters"]["stored_bytes"] == stored_bytes(model)
     assert len(AutoTokenizer.from_pretrained(folder)) == model.config.vocab_size
-    again = execute(same, run_folder(tmp_path, same))
+    again = execute(same, same.folder(tmp_path))
     assert again["metrics"] == record["metrics"], "all scores are of the finalized model"
-    items = [np.load(run_folder(tmp_path, run) / "items.npy") for run in (first, same)]
+    items = [np.load(run.folder(tmp_path) / "items.npy") for run in (first, same)]
     assert np.array_equal(*items)
     assert math.isfinite(record["metrics"]["dev_loss"])
     assert halving == ["finalize"]

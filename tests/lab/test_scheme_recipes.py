@@ -18,14 +18,14 @@ TRANSLATORS = ("demo", "tiny", "base")
 
 
 def runs_of(name, preset):
-    return {run["row"]: run for run in expand(load_recipe(RECIPES / name, [f"preset={preset}"]))}
+    return {run.row: run for run in expand(load_recipe(RECIPES / name, [f"preset={preset}"]))}
 
 
 def count(run):
-    vocabulary = run["tokenizer"]["vocab_size"]
+    vocabulary = run.tokenizer.vocab_size
     ids = {"vocab_size": vocabulary, "decoder_vocab_size": vocabulary, "pad_token_id": 0, "eos_token_id": 1}
-    config = AutoConfig.for_model("marian", **ids, **run["backbone"]["config"])
-    chosen = [method_from_dict(data) for data in run["methods"]]
+    config = AutoConfig.for_model("marian", **ids, **run.backbone.config)
+    chosen = [method_from_dict(data) for data in run.methods]
     with torch.device("meta"):
         return count_parameters(make_variant(config, chosen, task="seq2seq-lm", init="marian"))
 
@@ -47,13 +47,13 @@ def test_values_of_few_bits_differ_in_nothing_else():
     assert runs.keys() == {"0"} | {f"{row}{scheme}" for row in "123456" for scheme in ("", "-int8", "-sign")}
     for name, run in runs.items():
         row, _, scheme = name.partition("-")
-        assert [method.pop("scheme", "") for method in run["methods"]] == [scheme] * (row != "0"), name
-        assert run["methods"] == runs[row]["methods"], name
+        assert [method.pop("scheme", "") for method in run.methods] == [scheme] * (row != "0"), name
+        assert run.methods == runs[row].methods, name
 
 
 def test_embeddings_differ_where_the_rows_say():
     runs = runs_of("freeze_ablation/embeddings.yaml", "demo")
-    settings = {row: run["methods"][0] for row, run in runs.items() if row != "0"}
+    settings = {row: run.methods[0] for row, run in runs.items() if row != "0"}
     assert {row: one.pop("embeddings", "trainable") for row, one in settings.items()} == {
         "pretrained-frozen": "frozen",
         "pretrained-trained": "trainable",
@@ -61,15 +61,15 @@ def test_embeddings_differ_where_the_rows_say():
         "random-trained": "redrawn",
     }
     assert len({str(sorted(one.items())) for one in settings.values()}) == 1
-    assert all(runs[row]["start"]["row"] == "0" for row in settings)
+    assert all(runs[row].start.row == "0" for row in settings)
 
 
 def test_modules_are_the_same_at_once_and_one_by_one():
     runs = runs_of("theseus/modules.yaml", "demo")
     for kind in ("low-rank", "fixed", "lite"):
-        first, *rest = runs[f"{kind}-theseus"]["methods"]
+        first, *rest = runs[f"{kind}-theseus"].methods
         assert first["method"] == "theseus"
-        assert rest == runs[kind]["methods"]
+        assert rest == runs[kind].methods
 
 
 @pytest.mark.parametrize("preset", TRANSLATORS)
@@ -78,10 +78,10 @@ def test_the_sweep_of_define_has_the_sizes_that_its_rows_name(preset):
     sizes = {row: count(run).total for row, run in runs.items()}
     for row, run in runs.items():
         if row.startswith("N"):
-            (method,) = run["methods"]
+            (method,) = run.methods
             assert row == f"N{method['depth']}-n{method['map_dim']}-k{method['width']}"
-            assert run["label"] == row.replace("N", "N = ").replace("-n", ", n = ").replace("-k", ", k = ")
-    settings = {row: run["methods"][0] for row, run in runs.items() if row.startswith("N")}
+            assert run.label == row.replace("N", "N = ").replace("-n", ", n = ").replace("-k", ", k = ")
+    settings = {row: run.methods[0] for row, run in runs.items() if row.startswith("N")}
     for row, other in itertools.permutations(settings, 2):
         differing = [key for key, value in settings[row].items() if settings[other][key] != value]
         if len(differing) == 1 and settings[row][differing[0]] < settings[other][differing[0]]:
@@ -93,6 +93,6 @@ def test_one_decoder_layer_behind_one_to_six_encoder_layers(preset):
     runs = runs_of("fixed_attention/layers.yaml", preset)
     assert len(runs) == 18
     for row, run in runs.items():
-        assert run["backbone"]["config"]["encoder_layers"] == int(row[0])
-        assert run["backbone"]["config"]["decoder_layers"] == 1
+        assert run.backbone.config["encoder_layers"] == int(row[0])
+        assert run.backbone.config["decoder_layers"] == 1
     assert count(runs["3-8F"]).total < count(runs["3-7F"]).total < count(runs["3-8L"]).total < count(runs["4-8F"]).total

@@ -13,12 +13,12 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from hf_freeze.lab.data import builtin_corpus, builtin_tenses, train_tokenizer
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.grid import run_grid
 from hf_freeze.lab.scored import items_of
 from hf_freeze.lab.tasks.sequence_classification import encode, load_data
-from hf_freeze.run_folder import run_folder
 
 ROWS = {
     "0": {"label": "all", "methods": []},
@@ -72,7 +72,7 @@ def pairs(tmp_path):
 
 
 def test_pairs_with_labels_of_text(pairs):
-    splits = load_data(pairs)
+    splits = load_data(Data(**pairs))
     assert {name: len(split) for name, split in splits.items()} == {"train": 6, "dev": 2, "test": 1}
     assert splits["train"].features["label"].names == ["no", "yes"]
     assert splits["train"][1] == {"sentence": "word 1", "second": "other 1", "label": 0}
@@ -82,7 +82,7 @@ def test_pairs_with_labels_of_text(pairs):
 def test_a_label_that_is_not_trained_is_refused(pairs, tmp_path):
     write_examples(tmp_path / "test.jsonl", [PAIRS[0] | {"gold": "maybe"}])
     with pytest.raises(ValueError, match=r"the test split has label 'maybe'; the training split has \['no', 'yes'\]"):
-        load_data(pairs)
+        load_data(Data(**pairs))
 
 
 LABELS = {
@@ -98,7 +98,7 @@ LABELS = {
 def test_labels_of_a_csv_file(tmp_path, written, names, numbers):
     (tmp_path / "a.csv").write_text("sentence,label\n" + "".join(f"a,{label}\n" for label in written))
     files = ["a.csv"]
-    splits = load_data({"root": str(tmp_path), "train": files, "dev": files, "test": files})
+    splits = load_data(Data(root=str(tmp_path), train=files, dev=files, test=files))
     assert splits["train"].features["label"].names == names
     assert splits["train"]["label"][:] == numbers
 
@@ -106,7 +106,7 @@ def test_labels_of_a_csv_file(tmp_path, written, names, numbers):
 def test_the_text_is_copied_once(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "a.csv").write_text("sentence,label\n" + "".join(f"text {i},{i % 2}\n" for i in range(30)))
-    splits = load_data({"root": str(tmp_path), "train": ["a.csv"], "holdout": 6, "holdout_test": 6})
+    splits = load_data(Data(root=str(tmp_path), train=["a.csv"], holdout=6, holdout_test=6))
     encoded = encode(splits["train"], train_tokenizer(splits["train"]["sentence"], 60, "wordpiece"))
     assert splits["train"].cache_files
     assert encoded["labels"][:] == splits["train"]["label"][:]
@@ -122,20 +122,20 @@ def test_a_label_that_is_not_trained_names_its_row(tmp_path):
         ValueError,
         match=r"test\.csv, row 3 \(line 4\): the test split has label '2'; the training split has \['0', '1'\]$",
     ):
-        load_data(data)
+        load_data(Data(**data))
 
 
 def test_a_sorted_file_has_its_classes_in_a_small_part_of_it_too(tmp_path):
     rows = [f"text {number},{'abc'[number // 20]}\n" for number in range(60)]
     (tmp_path / "a.csv").write_text("sentence,label\n" + "".join(rows))
     data = {"root": str(tmp_path), "train": ["a.csv"], "holdout": 6, "holdout_test": 6, "limit": 10}
-    splits = load_data(data)
+    splits = load_data(Data(**data))
     assert set(splits["train"]["label"]) == {0}
     assert splits["train"].features["label"].names == ["a", "b", "c"]
 
 
 def test_a_holdout_takes_the_place_of_dev(pairs):
-    splits = load_data({name: value for name, value in pairs.items() if name != "dev"} | {"holdout": 2})
+    splits = load_data(Data(**{name: value for name, value in pairs.items() if name != "dev"} | {"holdout": 2}))
     assert (len(splits["train"]), len(splits["dev"])) == (4, 2)
     found = {text for name in ("train", "dev") for text in splits[name]["sentence"]}
     assert found == {example["a"] for example in PAIRS[:6]}
@@ -151,7 +151,7 @@ def test_a_model_that_numbers_the_classes_in_another_order_is_scored_by_their_na
         intermediate_size=8,
         id2label={0: "no", 1: "yes"},
     )
-    model, split = BertForSequenceClassification(config), load_data(pairs)["train"]
+    model, split = BertForSequenceClassification(config), load_data(Data(**pairs))["train"]
     right = []
     for names in ({0: "no", 1: "yes"}, {0: "yes", 1: "no"}):
         model.config.id2label = names
@@ -191,7 +191,7 @@ def test_a_run_of_pairs_is_scored_as_its_model_answers(pairs, tmp_path):
         ({"presets/small/tokenizer/kind": "unigram"}, r"tokenizer\.kind='unigram' does not fit task 'sequence-cl"),
         (
             {"data": {"train": ["t"], "dev": ["t"], "test": ["t"], "columns": "a"}},
-            r"data\.columns must be a list of one or two names of columns, not 'a'",
+            r"data\.columns='a' is not a value that it takes: a list of one or two names of columns",
         ),
         (
             {"data/unit": "lines"},
@@ -217,7 +217,7 @@ def masked(tmp_path_factory):
     """The folder of a masked-language-model grid, both rows with seed 1."""
     folder = tmp_path_factory.mktemp("masked")
     for run in expand(recipe_of(folder / "r.yaml", MASKED)):
-        execute(run, run_folder(folder, run))
+        execute(run, run.folder(folder))
     return folder
 
 
@@ -234,24 +234,24 @@ def weights(folder):
 def test_runs_start_from_the_same_row_and_seed_of_another_grid(masked, tmp_path):
     recipe = starting(tmp_path, masked, **{"presets/small/training/epochs": 0})
     runs = expand(recipe)
-    assert [run["start"] for run in runs] == [{"grid": str(masked), "row": row, "seed": 1} for row in ROWS]
+    assert [run.start.given() for run in runs] == [{"grid": str(masked), "row": row, "seed": 1} for row in ROWS]
     for run in runs:
-        folder = run_folder(tmp_path, run)
+        folder = run.folder(tmp_path)
         record = execute(run, folder)
         assert "start" not in record, "the row of another grid is no row of this one"
-        before, after = weights(run_folder(masked, run)), weights(folder)
+        before, after = weights(run.folder(masked)), weights(folder)
         encoder = [name for name in before if name.startswith("bert.")]
         assert len(encoder) > 10
         assert all(torch.equal(before[name], after[name]) for name in encoder)
         new = set(after) - set(before)
         assert new == {f"{name}.{kind}" for name in ("bert.pooler.dense", "classifier") for kind in ("weight", "bias")}
         config = json.loads((folder / "model" / "config.json").read_text())
-        assert [m["method"] for m in config["methods"]] == [m["method"] for m in ROWS[run["row"]]["methods"]]
+        assert [m["method"] for m in config["methods"]] == [m["method"] for m in ROWS[run.row]["methods"]]
         assert len(config["id2label"]) == 3
         again, other = tmp_path / "again", tmp_path / "other"
         execute(run, again)
         assert all(torch.equal(after[name], weights(again)[name]) for name in after)
-        execute(run | {"seed": 2}, other)
+        execute(run.changed(seed=2), other)
         assert not torch.equal(after["classifier.weight"], weights(other)["classifier.weight"])
 
 

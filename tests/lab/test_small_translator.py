@@ -13,6 +13,7 @@ from hf_freeze import make_variant
 from hf_freeze.architectures.base import canonical_parameters
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.runs.grid import run_grid
 from hf_freeze.lab.tasks.translation import load_data
 from hf_freeze.methods import AdaptiveEmbedding, FactorizedEmbedding, LayerSharing
@@ -69,15 +70,15 @@ def test_every_row_of_the_recipe_can_be_made(preset):
     """Where the recipe has the sizes of the table, its rows have its numbers of parameters."""
     recipe = load_recipe(RECIPES / "recipe.yaml", [f"preset={preset}"])
     found = {}
-    for run in expand(recipe | {"seeds": [1]}):
-        vocabulary = run["tokenizer"]["vocab_size"]
+    for run in expand(recipe.changed(seeds=[1])):
+        vocabulary = run.tokenizer.vocab_size
         config = MarianConfig(
-            **run["backbone"]["config"], vocab_size=vocabulary, decoder_vocab_size=vocabulary, pad_token_id=0
+            **run.backbone.config, vocab_size=vocabulary, decoder_vocab_size=vocabulary, pad_token_id=0
         )
         with torch.device("meta"):
-            model = make_variant(config, [method_from_dict(data) for data in run["methods"]], task="seq2seq-lm")
+            model = make_variant(config, [method_from_dict(data) for data in run.methods], task="seq2seq-lm")
         counted = [p for name, p in canonical_parameters(model) if model._component(name) != "constant"]
-        found[run["row"]] = sum(p.numel() for p in counted if p.ndim > 1) / 1e6
+        found[run.row] = sum(p.numel() for p in counted if p.ndim > 1) / 1e6
     assert found.pop("0") < found["two-tables"]
     assert all(found.pop(row) < found["two-tables"] for row in ("layers", "tables"))
     define = found.pop("define")
@@ -124,7 +125,9 @@ def test_a_copied_directory_translates_in_a_new_process(tmp_path):
     sizes = {row: (folder / "model" / "model.safetensors").stat().st_size for row, folder in folders.items()}
     assert sizes["small-tt"] < sizes["two-tables"] / 4.5
     shutil.copytree(folders["small-tt"] / "model", tmp_path / "copy")
-    split = load_data(json.loads((folders["small-tt"] / "run.json").read_text(encoding="utf-8"))["data"])["test"]
+    split = load_data(Data(**json.loads((folders["small-tt"] / "run.json").read_text(encoding="utf-8"))["data"]))[
+        "test"
+    ]
     sentences = split["source"][:3]
     program = (
         "import json, sys, hf_freeze; from transformers import pipeline;"

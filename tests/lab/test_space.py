@@ -33,7 +33,7 @@ def recipe_of(folder, **changes):
 BAD_SPACES = {
     "field": (
         {"space/x": 1},
-        r"space: unknown field 'x'; choose from \['methods', 'not_together', 'backbone', 'training'\]",
+        r"unknown field space\.x; choose from \['backbone', 'methods', 'not_together', 'training'\]",
     ),
     "method": (
         {"space/methods": [{"method": "prune"}]},
@@ -41,7 +41,7 @@ BAD_SPACES = {
     ),
     "no list": (
         {"space/methods": {"freeze": {}}},
-        r"space\.methods must be a list in the order of application, not \{",
+        r"space\.methods must be a list, not \{",
     ),
     "setting": (
         {"space/methods": [{"method": "low_rank", "ranks": 3}]},
@@ -92,7 +92,10 @@ BAD_SPACES = {
         {"space/not_together": [["freeze", "tucker"]]},
         r"not_together: 'tucker' is not in the space; choose from \['layer_",
     ),
-    "alone": ({"space/not_together": [["freeze"]]}, "must be a list of lists of two or more methods"),
+    "alone": (
+        {"space/not_together": [["freeze"]]},
+        "is not a value that it takes: a list of lists of two or more methods",
+    ),
     "always refused": (
         {"space/methods": [{"method": "layer_sharing"}, {"method": "freeze", "ffn": {"choices": ["random"]}}]},
         "space: all trials are refused: not_together names 'layer_sharing' and 'freeze', and neither is optional",
@@ -107,20 +110,23 @@ BAD_SPACES = {
     ),
     "search field": (
         {"search": {"trials": 3}},
-        r"search: unknown field 'trials'; choose from \['goals', 'bounds', 'rungs', 'keep'\]",
+        r"unknown field search\.trials; choose from \['bounds', 'goals', 'keep', 'rungs'\]",
     ),
-    "goal": ({"search": {"goals": ["dev_loss", "speed"]}}, "unknown goal 'speed'; choose from"),
+    "goal": (
+        {"search": {"goals": ["dev_loss", "speed"]}},
+        r"unknown search\.goals\.1='speed'; choose from \['dev_loss'",
+    ),
     "no loss": ({"search": {"goals": ["stored_bytes"]}}, "must be a list with 'dev_loss' in it and nothing twice"),
     "bound": (
         {"search": {"bounds": {"bytes": 1}}},
-        r"unknown bound 'bytes'; choose from \['parameters', 'stored_bytes'",
+        r"unknown search\.bounds 'bytes'; choose from \['parameters', 'stored_bytes'",
     ),
     "no bound": ({"search": {"bounds": {"parameters": 0}}}, r"bounds\.parameters=0 must be above 0"),
     "rungs": (
         {"search": {"rungs": [0.5, 1]}},
         r"rungs=\[0\.5, 1\.0\] must rise, each between 0 and training\.epochs=1",
     ),
-    "keep": ({"search": {"keep": 1}}, r"keep=1 must be a share in \(0, 1\)"),
+    "keep": ({"search": {"keep": 1}}, r"search\.keep=1 must be above 0 and below 1"),
     "search alone": ({"space": ..., "rows": TINY["rows"], "search": {}}, "'search' needs a 'space' to search"),
 }
 
@@ -147,19 +153,20 @@ def test_a_point_of_a_space_is_a_row(tmp_path):
     }
     space = space_of(recipe, "r.yaml")
     assert set(space.ranges()) == set(chosen)
-    row = space.row(lambda name, _: chosen[name])
-    assert row == {
+    row, refused = space.row(lambda name, _: chosen[name])
+    assert not refused
+    assert row.given() == {
         "label": "factorized_embedding rank=5, freeze ffn=random, d_model=12, encoder_ffn_dim=8, learning_rate=0.002",
         "methods": [{"method": "factorized_embedding", "rank": 5}, {"method": "freeze", "ffn": "random"}],
         "backbone": {"config": {"d_model": 12, "encoder_ffn_dim": 8}},
         "training": {"learning_rate": 0.002},
     }
-    (run,) = expand(recipe | {"rows": {"t0": row}})
-    assert run["backbone"]["config"] == TINY["presets"]["small"]["backbone"]["config"] | row["backbone"]["config"]
-    assert run["training"]["learning_rate"] == 0.002
-    assert run["methods"][1]["seed"] == 1
-    both = space.row(lambda name, _: (chosen | {"layer_sharing": True})[name])
-    assert both["refused"] == "not_together: freeze and layer_sharing"
+    (run,) = expand(recipe.changed(rows={"t0": row}))
+    assert run.backbone.config == TINY["presets"]["small"]["backbone"]["config"] | row.backbone.config
+    assert run.training.learning_rate == 0.002
+    assert run.methods[1]["seed"] == 1
+    _, refused = space.row(lambda name, _: (chosen | {"layer_sharing": True})[name])
+    assert refused == "not_together: freeze and layer_sharing"
 
 
 def test_hf_freeze_run_says_that_a_space_is_searched(tmp_path):
@@ -181,7 +188,7 @@ def test_a_run_that_pauses_ends_as_one_that_does_not_and_never_sees_the_test_spl
     hiding = replace(translation.TASK, load=lambda data: load(data) | {"test": Hidden()})
     monkeypatch.setattr(translation, "TASK", hiding)
     changes = {"presets/small/training/epochs": 3, "presets/small/backbone/config/max_position_embeddings": 10}
-    run = expand(load_recipe(write_recipe(tmp_path / "r.yaml", **changes)))[1] | {"scored_on": "dev"}
+    run = expand(load_recipe(write_recipe(tmp_path / "r.yaml", **changes)))[1].changed(scored_on="dev")
     whole = execute(run, tmp_path / "whole" / "row-2.1-seed-1")
     folder = tmp_path / "paused" / "row-2.1-seed-1"
     for epochs in (1, 2):

@@ -50,11 +50,11 @@ def test_every_row_runs(tmp_path, name):
         recipe["data"]["holdout"] = 4
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", recipe))
     records = run_grid(recipe, tmp_path / "out", console=Console(quiet=True))
-    assert [record["row"] for record in records] == [str(row) for row in recipe.get("only", recipe["rows"])]
+    assert [record["row"] for record in records] == [str(row) for row in recipe.only or recipe.rows]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_needs_a_model_and_a_folder_only(tmp_path, name):
     recipe = load_recipe(name, [f"data.root={tmp_path}", f"backbone.pretrained={tmp_path}"])
-    assert recipe["data"]["train"]
-    assert recipe["name"].startswith(name.replace("/", "-")[:5])
+    assert recipe.data.train
+    assert recipe.name.startswith(name.replace("/", "-")[:5])

@@ -8,6 +8,7 @@ from support.recipes import encoder_recipe
 from support.task_files import SENTENCES, write_conll
 
 from hf_freeze.lab.data import entities, read_conll, train_tokenizer
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.report.table import table_cells
 from hf_freeze.lab.runs.grid import run_grid
@@ -39,7 +40,7 @@ def test_entities_follow_conlleval(tags, expected):
 
 
 def test_the_files_of_conll(files, tmp_path):
-    splits = load_data(files)
+    splits = load_data(Data(**files))
     assert {name: len(split) for name, split in splits.items()} == {"train": 120, "dev": 3, "test": 6}
     names = splits["train"].features["tags"].feature.names
     assert names == ["B-LOC", "B-PER", "I-LOC", "I-MISC", "I-ORG", "I-PER", "O"]
@@ -62,7 +63,7 @@ def test_the_columns_of_the_hub(files, tmp_path):
     folder = tmp_path / "hub"
     folder.mkdir()
     datasets.Dataset.from_dict(rows, features).to_parquet(str(folder / "train.parquet"))
-    splits = load_data({"hub": str(folder), "train": "train", "test": "train", "holdout": 1})
+    splits = load_data(Data(hub=str(folder), train="train", test="train", holdout=1))
     feature = splits["test"].features["tags"].feature
     assert list(map(feature.int2str, splits["test"][0]["tags"])) == ["B-PER", "I-PER", "O"]
 
@@ -84,7 +85,7 @@ def test_a_grid_reports_f1_of_whole_entities(files, tmp_path):
 
 
 def test_labels_are_at_the_first_token_of_each_word(files):
-    splits = load_data(files)
+    splits = load_data(Data(**files))
     tokenizer = train_tokenizer(splits["train"]["text"], 60, "wordpiece")
     row = encode(splits["dev"], tokenizer)[1]
     names = splits["dev"].features["tags"].feature.names

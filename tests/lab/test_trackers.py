@@ -13,7 +13,6 @@ from hf_freeze.lab.recipes.load import load_recipe
 from hf_freeze.lab.runs import text_training, tracking
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.text_training import Paused
-from hf_freeze.run_folder import run_folder
 
 ONE_ROW = {"rows": {"0": TINY["rows"]["0"]}}
 
@@ -24,7 +23,7 @@ def runs_of(tmp_path, tracker, **changes):
 
 
 def executed(tmp_path, run, **options):
-    folder = run_folder(tmp_path, run)
+    folder = run.folder(tmp_path)
     execute(run, folder, **options)
     return folder
 
@@ -62,7 +61,7 @@ def test_a_tracker_is_no_setting_of_a_run(tmp_path):
 
     (run,), (plain,) = runs_of(tmp_path, "tensorboard"), runs_of(tmp_path, None)
     claim_all([run], tmp_path, None)
-    folder = run_folder(tmp_path, run)
+    folder = run.folder(tmp_path)
     assert json.loads((folder / "run.json").read_text()) == plain
     check_folder(folder, plain)
     check_folder(folder, run)
@@ -104,7 +103,7 @@ def test_wandb_offline_has_one_run_for_each(tmp_path, monkeypatch):
     files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len({path.name for path in files}) == 1  # the same run, continued
     content = b"".join(path.read_bytes() for path in files)
-    for word in (folder.name, run["name"], "test/bleu", "eval/loss"):
+    for word in (folder.name, run.name, "test/bleu", "eval/loss"):
         assert word.encode() in content
 
 
@@ -122,5 +121,5 @@ def test_trackio_has_one_run_for_each(tmp_path, monkeypatch):
 def test_the_trainer_knows_the_names(tmp_path):
     """Which trackio takes from its arguments."""
     (run,) = runs_of(tmp_path, None)
-    arguments = text_training.training_arguments(run, run_folder(tmp_path, run))
+    arguments = text_training.training_arguments(run, run.folder(tmp_path))
     assert (arguments.run_name, arguments.project, arguments.report_to) == ("row-0-seed-1", "tiny", [])

@@ -1,6 +1,6 @@
 """Options that `run` and `search` share: how a recipe is read."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,7 +20,3 @@ ResumeAnyway = Annotated[
         "--resume-anyway", help="Resume checkpoints of another version, device, precision or number of threads."
     ),
 ]
-
-
-def title_of(recipe: dict[str, Any]) -> str:
-    return recipe["name"] + (f": preset {recipe['preset']}" if "preset" in recipe else "")

@@ -54,7 +54,7 @@ def run(
         with_seeds = [*settings, f"seeds={list(range(1, seeds + 1))}"] if seeds else settings
         all_settings = [*with_seeds, f"report_to={report_to}"] if report_to else with_seeds
         loaded = load_recipe(recipe, all_settings, smoke=smoke)
-        folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
+        folder = out or Path("runs") / (loaded.name + ("-smoke" if smoke else ""))
         ray = places.ray_options(on, sbatch, **ray_settings)
         reused = reuse or []
         if on == "slurm":
@@ -67,7 +67,7 @@ def run(
             return
         words = places.words_of(settings, seeds, smoke, jobs, on, ray_settings)
         if is_first_process():
-            terminal.say(f"{options.title_of(loaded)}, runs in {folder}")
+            terminal.say(f"{loaded.title}, runs in {folder}")
         failed: Exception | None = None
         try:
             run_grid(

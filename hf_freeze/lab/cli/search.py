@@ -75,9 +75,9 @@ def search(
         settings = settings or []
         tracked = [f"report_to={report_to}"] if report_to else []
         loaded = load_recipe(recipe, [*settings, *tracked], smoke=smoke)
-        if "space" not in loaded:
+        if loaded.space is None:
             raise ValueError(f"{recipe} has no 'space' to search; hf-freeze run is for its rows")
-        folder = out or Path("runs") / (loaded["name"] + ("-smoke" if smoke else ""))
+        folder = out or Path("runs") / (loaded.name + ("-smoke" if smoke else ""))
         words = [str(recipe), "--trials", str(trials), "--sampler", sampler, "--seed", str(seed)]
         if on == "slurm":
             words += [word for setting in [*settings, *tracked] for word in ("--set", setting)]
@@ -89,7 +89,7 @@ def search(
             return
         folder.mkdir(parents=True, exist_ok=True)
         words += places.words_of(settings, None, smoke, jobs or 1, on, ray_settings)
-        terminal.say(f"{options.title_of(loaded)}, {sampler}, search in {folder}")
+        terminal.say(f"{loaded.title}, {sampler}, search in {folder}")
         one = Search(
             *(loaded, folder),
             sampler=sampler,

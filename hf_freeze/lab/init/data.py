@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_freeze.data.files import endings, found, kind_of
 from hf_freeze.lab.data.tables import TABLES, check_columns, columns_of
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.tasks.registry import task_of
 
 BUILTIN = "builtin"
@@ -49,7 +50,7 @@ def data_section(
     missing = {"dev": "holdout", "test": "holdout_test"}
     missing = {split: field for split, field in missing.items() if split not in files}
     of_text: Any = task_of(task)
-    items = len(of_text.load(section | dict.fromkeys(missing.values(), 1))["train"]) + len(missing)
+    items = len(of_text.load(Data.model_validate(section | dict.fromkeys(missing.values(), 1)))["train"]) + len(missing)
     drawn = min(max(items // 10, 1), 1000)
     return section | dict.fromkeys(missing.values(), drawn)
 

@@ -6,12 +6,13 @@ from typing import Any
 
 import yaml
 
-from hf_freeze.lab.recipes.fields import check_types
+from hf_freeze.lab.recipes.explain import check_top
 from hf_freeze.lab.recipes.find import find_recipe
 from hf_freeze.lab.recipes.merge import merge
+from hf_freeze.lab.recipes.recipe import Recipe
 
 
-def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
+def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> Recipe:
     """Read a recipe, a file or one that comes with hf_freeze (`find_recipe`). `extends: other.yaml` starts from another; the
     chosen preset fills what the recipe leaves open; `smoke` applies the recipe's `smoke` section; `settings`
     (`"training.epochs=3"`) come last.
@@ -20,20 +21,18 @@ def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
     """
     from hf_freeze.lab.recipes.check import check  # here: `hf-freeze recipes` need not wait for its imports
 
-    recipe = read_recipe(path, settings, smoke=smoke)
-    check(recipe, path)
-    return recipe
+    return check(read_recipe(path, settings, smoke=smoke), path)
 
 
 def read_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
-    """As `load_recipe`, but what the recipe leaves to the user, such as a pretrained model, may be missing."""
+    """The plain data of a recipe, in which what it leaves to the user, such as a pretrained model, may be missing."""
     recipe = _read(find_recipe(path))
     # The preset may itself be chosen by --smoke or --set, so these are applied first to find it and again at the end.
     overrides = copy.deepcopy(recipe.get("smoke", {})) if smoke else {}
     for setting in settings or []:
         overrides = merge(overrides, _parse_setting(setting))
     recipe = merge(recipe, overrides)
-    check_types(recipe, path)
+    check_top(Recipe, recipe, path)
     preset = recipe.get("preset")
     presets = recipe.get("presets", {})
     if preset is None and not presets:
@@ -73,7 +72,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = recipe.pop("extends", None)
     if base is not None and not isinstance(base, str):
         raise ValueError(f"{path}: 'extends' names another recipe, not {base!r}")
-    check_types(recipe, path)
+    check_top(Recipe, recipe, path)
     if base is None:
         return recipe
     extended = path.parent / base

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from hf_freeze.lab.tasks.data_forms import data_form
+from hf_freeze.lab.recipes.settings import data_form
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

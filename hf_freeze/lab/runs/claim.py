@@ -10,21 +10,22 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hf_freeze.io import write_whole
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import SPLITS, Data
 from hf_freeze.lab.runs.precision import noted_precision, resolve_precision
-from hf_freeze.lab.tasks.data_forms import SPLITS, data_form
 from hf_freeze.lab.training.precision import AUTO, uses_bf16
-from hf_freeze.run_folder import COMMANDS, commands_of, first_difference, run_folder, start_folder
+from hf_freeze.run_folder import COMMANDS, commands_of, first_difference
 
 
-def check_files(data: dict[str, Any]) -> None:
+def check_files(data: Data) -> None:
     """Raise FileNotFoundError once, rather than in every run."""
-    splits = (*SPLITS, "mismatched") if data_form(data) == "files" else ()
-    for path in (Path(data.get("root", ".")) / file for split in splits for file in data.get(split, ())):
+    splits = (*SPLITS, "mismatched") if data.form == "files" else ()
+    for path in (Path(data.root) / file for split in splits for file in getattr(data, split) or ()):
         if not path.exists() and not glob.glob(str(path), recursive=True):
             raise FileNotFoundError(f"{path} does not exist; say where the files are: --set data.root=DIRECTORY")
 
 
-def check_folder(folder: Path, run: dict[str, Any]) -> None:
+def check_folder(folder: Path, run: Run) -> None:
     """Raise ValueError where `folder` holds a run of other settings. Where the data lies may change, and what is drawn."""
     path = folder / "run.json"
     if not path.exists():
@@ -34,17 +35,17 @@ def check_folder(folder: Path, run: dict[str, Any]) -> None:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
     auto = None
-    if "bf16" in run["training"]:
+    if "bf16" in run.training.model_fields_set:
         noted = noted_precision(folder.parent)
         auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
-    if difference := first_difference(comparable(recorded, auto), comparable(run, auto)):
+    if difference := first_difference(comparable(recorded, auto), comparable(run.given(), auto)):
         raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
 
 
 def comparable(run: dict[str, Any], auto: bool | None) -> dict[str, Any]:
-    """A copy of the settings of a run, without what changes no result: where the data lies, the tracker, the axis of a report.
-    `auto`: whether `training.bf16: auto` means bf16; None for a task without the setting."""
-    settings = json.loads(json.dumps(_changing_results(run)))
+    """A copy of the settings of a run as they are in its folder, without what changes no result: where the data lies, the
+    tracker, the axis of a report. `auto`: whether `training.bf16: auto` means bf16; None for a task without the setting."""
+    settings = json.loads(_settings_in_file(run))
     settings["data"].pop("root", None)
     settings.pop("axis", None)
     if auto is not None:
@@ -52,16 +53,15 @@ def comparable(run: dict[str, Any], auto: bool | None) -> dict[str, Any]:
     return settings
 
 
-def check_other_grid(out: Path, run: dict[str, Any]) -> None:
+def check_other_grid(out: Path, run: Run) -> None:
     """Raise ValueError where `run` is to start from a run of another grid that is not there, or not finished."""
-    start = start_folder(out, run)
-    if start is None or "grid" not in run["start"] or (run_folder(out, run) / "metrics.json").exists():
+    start = run.start
+    if start is None or start.grid is None or run.is_finished(out) or start.is_finished(out):
         return
-    if not (start / "metrics.json").exists():
-        raise ValueError(
-            f"{run['start']['grid']} holds no finished run of row {run['row']!r} with seed {run['seed']} to start from: run that "
-            "grid first, or say where it is: --set start=FOLDER"
-        )
+    raise ValueError(
+        f"{start.grid} holds no finished run of row {run.row!r} with seed {run.seed} to start from: run that grid first, or say "
+        "where it is: --set start=FOLDER"
+    )
 
 
 @contextmanager
@@ -88,25 +88,25 @@ def check_free(folders: Iterable[Path]) -> None:
             ) from None
 
 
-def claim_all(runs: list[dict[str, Any]], out: Path, command: str | None) -> list[dict[str, Any]]:
+def claim_all(runs: list[Run], out: Path, command: str | None) -> list[Run]:
     """Enter the settings of every run, and the command; returns the runs that are not finished."""
     for run in runs:
-        _claim(run_folder(out, run), run)
+        _claim(run.folder(out), run)
     if command is not None:
         command = " ".join(command.splitlines())
-        others = {path.parent for path in out.glob("row-*/run.json")} - {run_folder(out, run) for run in runs}
+        others = {path.parent for path in out.glob("row-*/run.json")} - {run.folder(out) for run in runs}
         # One for all the runs stands alone; of a grid that grew by several, such as a job each, all are kept.
         before = [earlier for earlier in commands_of(out) if earlier != command] if others else []
         write_whole(out / COMMANDS, "\n".join([*before, command]) + "\n")
-    return [run for run in runs if not (run_folder(out, run) / "metrics.json").exists()]
+    return [run for run in runs if not run.is_finished(out)]
 
 
-def _claim(folder: Path, run: dict[str, Any]) -> None:
+def _claim(folder: Path, run: Run) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "run.json").exists():
-        write_whole(folder / "run.json", json.dumps(_changing_results(run), indent=1, ensure_ascii=False) + "\n")
+        write_whole(folder / "run.json", _settings_in_file(run.given()) + "\n")
 
 
-def _changing_results(run: dict[str, Any]) -> dict[str, Any]:
-    """The settings without those that a resumed run may change freely."""
-    return {key: value for key, value in run.items() if key != "report_to"}
+def _settings_in_file(run: dict[str, Any]) -> str:
+    """Without the tracker, which a resumed run may change freely."""
+    return json.dumps({key: value for key, value in run.items() if key != "report_to"}, indent=1, ensure_ascii=False)

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.io import write_whole
-from hf_freeze.run_folder import LATENCY, run_folder
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.run_folder import LATENCY
 
 
-def write_results(out: Path, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def write_results(out: Path, runs: list[Run]) -> list[dict[str, Any]]:
     """Collect the finished runs of `out` into `results.jsonl`: `runs` in their order, then those of other seeds or recipes."""
-    paths = [run_folder(out, run) / "metrics.json" for run in runs]
+    paths = [run.folder(out) / "metrics.json" for run in runs]
     paths += sorted(set(out.glob("row-*-seed-*/metrics.json")) - set(paths))
     records = [_record(path) for path in paths if path.exists()]
     write_whole(out / "results.jsonl", "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))

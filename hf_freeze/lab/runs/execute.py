@@ -1,6 +1,5 @@
 """One run of a grid: train, test, and write the record."""
 
-import functools
 import json
 import os
 import time
@@ -14,20 +13,20 @@ from torch import distributed
 from hf_freeze.analysis.accounting import count_parameters, forward_multiply_adds, stored_bytes
 from hf_freeze.analysis.memory import inference_memory
 from hf_freeze.io import write_whole
+from hf_freeze.lab.recipes.recipe import Origin, Run
 from hf_freeze.lab.runs.environment import environment, peak_memory
 from hf_freeze.lab.runs.launcher import is_first_process
 from hf_freeze.lab.runs.resume import agreed_precision, check_origin
 from hf_freeze.lab.runs.text_training import execute_text
 from hf_freeze.lab.runs.tracking import tracked
-from hf_freeze.lab.tasks.base import OwnTask, ProgressCallback
+from hf_freeze.lab.tasks.base import Job, OwnTask, ProgressCallback, Trained
 from hf_freeze.lab.tasks.items import digest_of_test_set
 from hf_freeze.lab.tasks.registry import task_of
-from hf_freeze.run_folder import start_folder, teacher_folder
 from hf_freeze.training.resume import last_whole_checkpoint
 
 
 def execute(
-    run: dict[str, Any],
+    run: Run,
     folder: Path,
     report: ProgressCallback = lambda _: None,
     *,
@@ -49,32 +48,47 @@ def execute(
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint = last_whole_checkpoint(folder / "checkpoints")
-    start = start_folder(folder.parent, run)
-    if start is not None and not (start / "metrics.json").exists():
-        raise ValueError(f"{folder} starts from {start}, which is not finished: run row {run['start']['row']} first")
-    teacher = teacher_folder(folder.parent, run)
-    if teacher is not None and not (teacher / "metrics.json").exists():
-        raise ValueError(
-            f"{folder} learns from {teacher}, which is not finished: run row {run['teacher']['row']} first"
-        )
+    start = _finished(run.start, folder, "starts")
+    teacher = _finished(run.teacher, folder, "learns")
     precision = agreed_precision(folder.parent, run, resume_anyway)
-    run = run | {"training": run["training"] | {"bf16": precision == "bf16"}}
+    run = run.with_bf16(precision == "bf16")
     check_origin(folder, checkpoint if not resume_anyway else None, precision, start=start, teacher=teacher)
-    transformers.set_seed(run["seed"])
-    task = task_of(run["task"])
+    transformers.set_seed(run.seed)
+    task = task_of(run.task)
     with tracked(run, folder) as trackers:
-        if isinstance(task, OwnTask):
-            train = task.execute
-        else:
-            train = functools.partial(execute_text, task, until=until, trackers=trackers)
-        trained = train(run, folder, report, checkpoint=checkpoint, start=start)
+        job = Job(run, folder, report, checkpoint, start, teacher, until, trackers)
+        trained = task.execute(job) if isinstance(task, OwnTask) else execute_text(task, job)
+    record = _record(run, trained, precision, whole=not isinstance(task, OwnTask))
+    record["seconds"]["all"] = time.perf_counter() - started
+    if is_first_process():
+        np.save(folder / "items.npy", trained.outcome.items)
+        write_whole(folder / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in trained.log))
+        # Written last: a run with metrics.json is a finished one.
+        write_whole(folder / "metrics.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    if distributed.is_initialized():
+        distributed.barrier()
+    return record
+
+
+def _finished(origin: Origin | None, folder: Path, verb: str) -> Path | None:
+    """The folder of a run that the one in `folder` needs. Raises ValueError where that is not finished."""
+    if origin is None:
+        return None
+    needed = origin.folder(folder.parent)
+    if not (needed / "metrics.json").exists():
+        raise ValueError(f"{folder} {verb} from {needed}, which is not finished: run row {origin.row} first")
+    return needed
+
+
+def _record(run: Run, trained: Trained, precision: str, *, whole: bool) -> dict[str, Any]:
+    """What a report reads of a run. `whole`: the model is one of transformers, whose work and memory are counted."""
     parameters = count_parameters(trained.model)
     record = {
-        "recipe": run["name"],
-        "task": run["task"],
-        "row": run["row"],
-        "label": run["label"],
-        "seed": run["seed"],
+        "recipe": run.name,
+        "task": run.task,
+        "row": run.row,
+        "label": run.label,
+        "seed": run.seed,
         "metrics": trained.outcome.metrics,
         "signatures": trained.outcome.signatures,
         "epochs_trained": round(trained.epochs, 3),
@@ -91,35 +105,24 @@ def execute(
                 for name, part in parameters.by_component.items()
             },
         },
-        "multiply_adds": None if isinstance(task, OwnTask) else forward_multiply_adds(trained.model),
-        "memory": None if isinstance(task, OwnTask) else memory_of(trained.model),
-        "seconds": {
-            "train": trained.train_seconds,
-            "test": trained.test_seconds,
-            "all": time.perf_counter() - started,
-        },
+        "multiply_adds": forward_multiply_adds(trained.model) if whole else None,
+        "memory": memory_of(trained.model) if whole else None,
+        "seconds": {"train": trained.train_seconds, "test": trained.test_seconds},
         "resumed": trained.resumed,
         "processes": int(os.environ.get("WORLD_SIZE", "1")),
         "precision": precision,
         "peak_memory_bytes": peak_memory(),
         "environment": environment(),
         # What rows must have in common to be compared, so that a record says it without its folder.
-        "data": {key: value for key, value in run["data"].items() if key != "root"},
-        "tokenizer": run.get("tokenizer") or run.get("backbone", {}).get("pretrained"),
+        "data": {key: value for key, value in run.data.given().items() if key != "root"},
+        "tokenizer": run.tokenizer.given() if run.tokenizer is not None else run.pretrained,
         "test_set": digest_of_test_set(trained.outcome.items),
     }
-    record |= {key: run[key] for key in ("metric", "scored_on") if key in run}
-    if "calibration" in run:
+    record |= {key: value for key, value in run.given().items() if key in ("metric", "scored_on")}
+    if run.calibration is not None:
         record["calibration"] = trained.model.config.calibration
-    if "start" in run and "grid" not in run["start"]:
-        record["start"] = run["start"]["row"]
-    if is_first_process():
-        np.save(folder / "items.npy", trained.outcome.items)
-        write_whole(folder / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in trained.log))
-        # Written last: a run with metrics.json is a finished one.
-        write_whole(folder / "metrics.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    if distributed.is_initialized():
-        distributed.barrier()
+    if run.start is not None and run.start.grid is None:
+        record["start"] = run.start.row
     return record
 
 

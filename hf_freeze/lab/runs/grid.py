@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_freeze.lab.recipes.expand import expand
+from hf_freeze.lab.recipes.recipe import Recipe, Run
 from hf_freeze.lab.runs.claim import check_files, check_folder, check_free, check_other_grid, claim_all
 from hf_freeze.lab.runs.collect import write_results
 from hf_freeze.lab.runs.launcher import is_first_process, is_launched
@@ -24,7 +25,7 @@ from hf_freeze.lab.runs.progress import show_progress, summary_line
 from hf_freeze.lab.runs.reuse import reuse_finished
 from hf_freeze.lab.runs.tracking import check_tracker
 from hf_freeze.model.loading import check_exists
-from hf_freeze.run_folder import NOTHING, needed_folders, run_folder, start_folder
+from hf_freeze.run_folder import NOTHING
 from hf_freeze.terminal import OneLineError
 
 
@@ -33,7 +34,7 @@ class FailedRuns(OneLineError):
 
 
 def run_grid(
-    recipe: dict[str, Any],
+    recipe: Recipe,
     out: Path,
     *,
     jobs: int = 1,
@@ -45,7 +46,7 @@ def run_grid(
     unscored: Collection[str] = (),
     trainer: str | None = None,
     reuse: Iterable[Path] = (),
-    watch: Callable[[dict[str, Any], dict[str, Any]], Any] = lambda run, message: None,
+    watch: Callable[[Run, dict[str, Any]], Any] = lambda run, message: None,
 ) -> list[dict[str, Any]]:
     """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
     A run that starts from another one waits until that one is finished, and fails with it.
@@ -74,24 +75,24 @@ def run_grid(
     console = console or Console()
     runs = expand(recipe)
     if not runs:
-        raise ValueError(f"{recipe['name']} has no rows to run; its space is for hf-freeze search")
-    every = expand({key: value for key, value in recipe.items() if key != "only"})  # the order of a report
+        raise ValueError(f"{recipe.name} has no rows to run; its space is for hf-freeze search")
+    every = expand(recipe.changed(only=None))  # the order of a report
 
-    def completed(run: dict[str, Any]) -> dict[str, Any]:
-        split = NOTHING if run["row"] in unscored else scored_on
-        return run | ({"scored_on": split} if split != "test" else {}) | ({"trainer": trainer} if trainer else {})
+    def completed(run: Run) -> Run:
+        split = NOTHING if run.row in unscored else scored_on
+        return run.changed(**{"scored_on": split} if split != "test" else {}, **{"trainer": trainer} if trainer else {})
 
     runs, every = (list(map(completed, some)) for some in (runs, every))
-    check_files(recipe["data"])
-    check_tracker(recipe.get("report_to"))
-    for name in {run["backbone"].get("pretrained") for run in runs if "backbone" in run} - {None}:
+    check_files(recipe.data)
+    check_tracker(recipe.report_to)
+    for name in {run.pretrained for run in runs if run.pretrained is not None}:
         check_exists(name)
     for run in runs:
-        check_folder(run_folder(out, run), run)
+        check_folder(run.folder(out), run)
         check_other_grid(out, run)
     if ray is None:  # else the nodes decide, not this machine
         for run in runs:
-            if not (run_folder(out, run) / "metrics.json").exists():
+            if not run.is_finished(out):
                 precision_of(out, run, resume_anyway=resume_anyway)
     if not launched or is_first_process():
         for line in reuse_finished(runs, out, reuse, resume_anyway=resume_anyway):
@@ -106,7 +107,7 @@ def run_grid(
     failed: list[Path] = []
     if waiting:
         if ray is None:
-            check_free(run_folder(out, run) for run in waiting)
+            check_free(run.folder(out) for run in waiting)
             workers = Processes(jobs, resume_anyway)
         else:
             workers = RayTasks(ray, resume_anyway, lambda text: console.print(escape(text), soft_wrap=True))
@@ -118,12 +119,12 @@ def run_grid(
 
 
 def _execute_all(
-    waiting: list[dict[str, Any]],
+    waiting: list[Run],
     out: Path,
     workers: Processes | RayTasks,
     console: Console,
     finished: Callable[[], Any],
-    watch: Callable[[dict[str, Any], dict[str, Any]], Any],
+    watch: Callable[[Run, dict[str, Any]], Any],
 ) -> list[Path]:
     """Run all of `waiting`, calling `finished` after each; returns the folders of those that failed."""
     columns = (
@@ -135,7 +136,7 @@ def _execute_all(
     )
     bars = Progress(TextColumn("{task.description}"), *columns, console=console)
     waiting, failed = list(waiting), []
-    running: dict[Path, dict[str, Any]] = {}
+    running: dict[Path, Run] = {}
     tasks: dict[Path, tuple[Any, float]] = {}  # of those that have said something
     try:
         with bars:
@@ -143,12 +144,12 @@ def _execute_all(
             while waiting or running:
                 while workers.has_room() and (run := next((run for run in waiting if _is_ready(run, out)), None)):
                     waiting.remove(run)
-                    running[run_folder(out, run)] = run
-                    workers.start(run, run_folder(out, run))
+                    running[run.folder(out)] = run
+                    workers.start(run, run.folder(out))
                 folder, message = workers.message() or (None, {})
                 if folder in running:  # else the last words of a run that has ended
                     if folder not in tasks:
-                        named = f"row {running[folder]['row']} seed {running[folder]['seed']}"
+                        named = f"row {running[folder].row} seed {running[folder].seed}"
                         tasks[folder] = bars.add_task(named, total=None, note=""), time.monotonic()
                     show_progress(bars, tasks[folder][0], message, console, folder.name)
                     watch(running[folder], message)
@@ -161,11 +162,11 @@ def _execute_all(
                     if not _succeeded(folder, reason, time.monotonic() - started, console):
                         failed.append(folder)
                         while later := next(
-                            (other for other in waiting if set(needed_folders(out, other)) & set(failed)), None
+                            (one for one in waiting if set(one.needed_folders(out)) & set(failed)), None
                         ):
                             waiting.remove(later)
                             _give_up(out, later, failed, console)
-                            failed.append(run_folder(out, later))
+                            failed.append(later.folder(out))
                             bars.advance(everything)
                     finished()
                     watch(run, {"stage": "finished"})
@@ -174,14 +175,14 @@ def _execute_all(
     return failed
 
 
-def _is_ready(run: dict[str, Any], out: Path) -> bool:
-    return all((folder / "metrics.json").exists() for folder in needed_folders(out, run))
+def _is_ready(run: Run, out: Path) -> bool:
+    return all(origin.is_finished(out) for origin in run.origins.values())
 
 
-def _give_up(out: Path, run: dict[str, Any], failed: list[Path], console: Console) -> None:
-    folder, starts = run_folder(out, run), start_folder(out, run) in failed
-    origin = run["start" if starts else "teacher"]
-    reason = f"row {origin['row']} with seed {origin['seed']} failed, from which it {'starts' if starts else 'learns'}"
+def _give_up(out: Path, run: Run, failed: list[Path], console: Console) -> None:
+    folder = run.folder(out)
+    verb, origin = next((verb, origin) for verb, origin in run.origins.items() if origin.folder(out) in failed)
+    reason = f"row {origin.row} with seed {origin.seed} failed, from which it {verb}"
     (folder / "error.log").write_text(reason + "\n", encoding="utf-8")
     console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(reason)}", soft_wrap=True)
 

@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.markup import escape
 from torch import distributed
 
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.runs.claim import claim_all
 from hf_freeze.lab.runs.collect import write_results
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.progress import dev_score, summary_line
-from hf_freeze.run_folder import run_folder
 
 
 def execute_launched(
-    runs: list[dict[str, Any]],
-    every: list[dict[str, Any]],
+    runs: list[Run],
+    every: list[Run],
     out: Path,
     console: Console,
     command: str | None,
@@ -37,8 +37,8 @@ def execute_launched(
         waiting = [claim_all(runs, out, command)]
     (waiting,) = broadcast_object_list(waiting)
     for run in waiting:
-        folder, started = run_folder(out, run), time.monotonic()
-        console.print(f"row {run['row']} seed {run['seed']}, {state.num_processes} processes")
+        folder, started = run.folder(out), time.monotonic()
+        console.print(f"row {run.row} seed {run.seed}, {state.num_processes} processes")
 
         def report(message: dict[str, Any], name: str = folder.name) -> None:
             if dev := dev_score(message):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.install import how_to_install
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.runs.processes import KEEP_MEMORY, work
 
 # Unless told otherwise, Ray tells its makers of every start, warns of what is to come, waits minutes for what is no Ray, and
@@ -65,7 +66,7 @@ class RayOptions:
 
 @dataclass
 class _Task:
-    run: dict[str, Any]
+    run: Run
     folder: Path
     until: float | None
     attempt: int = 0
@@ -131,7 +132,7 @@ class RayTasks:
     def has_room(self) -> bool:
         return self._jobs is None or len(self._running) < min(self._jobs, self._room())
 
-    def start(self, run: dict[str, Any], folder: Path, until: float | None = None) -> None:
+    def start(self, run: Run, folder: Path, until: float | None = None) -> None:
         """`until`: as `execute` takes it; a run that pauses there leaves a checkpoint and no figures."""
         (folder / "error.log").unlink(missing_ok=True)
         self._submit(_Task(run, folder, until))
@@ -185,7 +186,7 @@ class RayTasks:
         where = (str(Path.cwd()), str(task.folder))
         begin_again = self._begin_again or task.attempt > 0
         how = (self._threads, self._takes["GPU"], self._resume_anyway, begin_again, task.until)
-        name = f"hf-freeze {task.run['name']} {task.folder.name}"
+        name = f"hf-freeze {task.run.name} {task.folder.name}"
         self._running[self._remote.options(name=name).remote(task.run, *where, *how, self._messages)] = task
 
     def _nodes(self) -> list[dict[str, float]]:
@@ -242,7 +243,7 @@ def _connect(ray: Any, address: str | None) -> None:
 
 
 def _work(
-    run: dict[str, Any],
+    run: Run,
     cwd: str,
     name: str,
     threads: int,

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.io import write_whole
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.training.precision import AUTO, uses_bf16
 from hf_freeze.run_folder import PRECISION
 
@@ -16,18 +17,23 @@ def resolve_precision(settings: dict[str, Any], auto: bool) -> None:
             part["training"]["bf16"] = auto if setting == AUTO else setting
 
 
+def setting_of(run: Run) -> bool | str:
+    """What the recipe says of bf16; a task without the setting trains in fp32."""
+    return run.training.bf16 if "bf16" in run.training.model_fields_set else False
+
+
 def noted_precision(out: Path) -> str | None:
     """What `auto` means in the grid in `out`; None where no run has used it yet."""
     path = out / PRECISION
     return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
 
 
-def precision_of(out: Path, run: dict[str, Any], *, resume_anyway: bool = False) -> str:
+def precision_of(out: Path, run: Run, *, resume_anyway: bool = False) -> str:
     """`"bf16"` or `"fp32"`, in which `run` of the grid in `out` is trained on this machine.
 
     Raises ValueError where `auto` meant the other one in earlier runs of this grid, unless `resume_anyway`.
     """
-    setting = run["training"].get("bf16", False)  # a task without the setting trains in fp32
+    setting = setting_of(run)
     name = "bf16" if uses_bf16(setting) else "fp32"
     noted = noted_precision(out) if setting == AUTO else None
     if noted not in (None, name) and not resume_anyway:
@@ -38,7 +44,7 @@ def precision_of(out: Path, run: dict[str, Any], *, resume_anyway: bool = False)
     return name
 
 
-def note_precision(out: Path, run: dict[str, Any], name: str) -> None:
+def note_precision(out: Path, run: Run, name: str) -> None:
     """Keep what `auto` means for the other runs of the grid in `out`, unless an earlier run did."""
-    if run["training"].get("bf16") == AUTO and noted_precision(out) is None:
+    if setting_of(run) == AUTO and noted_precision(out) is None:
         write_whole(out / PRECISION, name + "\n")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_freeze.lab.recipes.recipe import Run
+
 # A run in its own process has a peak memory of its own, and its crash stops no other. The fork server imports torch and
 # transformers once; forking from the parent itself would copy its threads' locks.
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -49,7 +51,7 @@ class Processes:
     def has_room(self) -> bool:
         return len(self._running) < self._jobs
 
-    def start(self, run: dict[str, Any], folder: Path, until: float | None = None) -> None:
+    def start(self, run: Run, folder: Path, until: float | None = None) -> None:
         """`until`: as `execute` takes it; a run that pauses there leaves no figures and no error."""
         reader, writer = self.context.Pipe(duplex=False)
         arguments = (run, folder, self._threads, writer, *self._how, until)
@@ -89,7 +91,7 @@ class Processes:
 
 
 def work(
-    run: dict[str, Any],
+    run: Run,
     folder: Path,
     threads: int,
     report: Callable[[dict[str, Any]], None],
@@ -132,7 +134,7 @@ def work(
         raise
 
 
-def _child(run: dict[str, Any], folder: Path, threads: int, messages: Any, *how: Any) -> None:
+def _child(run: Run, folder: Path, threads: int, messages: Any, *how: Any) -> None:
     """`how`: what `work` takes after `report`."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -13,10 +13,11 @@ from accelerate.utils import broadcast_object_list
 
 from hf_freeze.io import write_whole
 from hf_freeze.lab.data import TokenDataset
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import AUTO
 from hf_freeze.lab.runs.environment import environment
 from hf_freeze.lab.runs.launcher import is_first_process, is_launched
-from hf_freeze.lab.runs.precision import note_precision, precision_of
-from hf_freeze.lab.training.precision import AUTO
+from hf_freeze.lab.runs.precision import note_precision, precision_of, setting_of
 
 
 def forget_other_machines(folder: Path) -> None:
@@ -29,9 +30,9 @@ def forget_other_machines(folder: Path) -> None:
             shutil.rmtree(checkpoint)
 
 
-def agreed_precision(out: Path, run: dict[str, Any], resume_anyway: bool) -> str:
+def agreed_precision(out: Path, run: Run, resume_anyway: bool) -> str:
     """As `precision_of`, and noted for the other runs of the grid; several processes take what the first one measured."""
-    if run["training"].get("bf16") != AUTO:
+    if setting_of(run) != AUTO:
         return precision_of(out, run, resume_anyway=resume_anyway)
     precision: list[Any] = [None]
     if is_first_process():

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.io import write_whole
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.runs.claim import comparable
 from hf_freeze.lab.runs.precision import note_precision, noted_precision, precision_of
-from hf_freeze.run_folder import run_folder
 
 _NAMES = ("name", "preset", "row", "label")  # they change no result
 
 
-def reuse_finished(
-    runs: list[dict[str, Any]], out: Path, grids: Iterable[Path], *, resume_anyway: bool = False
-) -> list[str]:
+def reuse_finished(runs: list[Run], out: Path, grids: Iterable[Path], *, resume_anyway: bool = False) -> list[str]:
     """Copy into `out` each of `runs` that is not begun there and that one of `grids`, folders of runs, has finished with the
     same settings, seed and precision, under any name; returns a line about each. Where the data lie may differ, as for runs that
     are resumed. The record keeps the version, commit and device that made it.
@@ -29,20 +27,16 @@ def reuse_finished(
         if not found:
             raise ValueError(f"{grid} holds no finished runs to reuse")
         for run in runs:
-            folder = run_folder(out, run)
-            if (
-                {"start", "teacher"} & run.keys()
-                or (folder / "metrics.json").exists()
-                or (folder / "checkpoints").exists()
-            ):
+            folder = run.folder(out)
+            if run.needed_folders(out) or run.is_finished(out) or (folder / "checkpoints").exists():
                 continue
             precision = precision_of(out, run, resume_anyway=resume_anyway)
-            wanted = _settings(run, precision)
+            wanted = _settings(run.given(), precision)
             same = next((other for other, settings in found.items() if settings == wanted), None)
             if same is not None:
                 _copy(same, folder, run)
                 note_precision(out, run, precision)
-                lines.append(f"row {run['row']} seed {run['seed']}: finished in {same}")
+                lines.append(f"row {run.row} seed {run.seed}: finished in {same}")
     return lines
 
 
@@ -57,11 +51,11 @@ def _settings(run: dict[str, Any], precision: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _NAMES}
 
 
-def _copy(source: Path, folder: Path, run: dict[str, Any]) -> None:
+def _copy(source: Path, folder: Path, run: Run) -> None:
     shutil.copytree(
         source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run.json", "metrics.json", "lock")
     )
     record = json.loads((source / "metrics.json").read_text(encoding="utf-8"))
-    record |= {"recipe": run["name"], "row": run["row"], "label": run["label"]}
+    record |= {"recipe": run.name, "row": run.row, "label": run.label}
     # Written last: a run with metrics.json is a finished one.
     write_whole(folder / "metrics.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")

@@ -4,10 +4,9 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hf_freeze.lab.recipes.expand import expand
-from hf_freeze.run_folder import run_folder, start_folder, teacher_folder
+from hf_freeze.lab.recipes.recipe import Recipe
 
 _ARRAY = """\
 # {what}
@@ -24,19 +23,18 @@ row=${{rows[$SLURM_ARRAY_TASK_ID]}} seed=${{seeds[$SLURM_ARRAY_TASK_ID]}}
 exec {command} --set "only=['$row']" --set "seeds=[$seed]\""""
 
 
-def job_script(recipe: dict[str, Any], command: Sequence[str], out: Path, options: str = "") -> str:
+def job_script(recipe: Recipe, command: Sequence[str], out: Path, options: str = "") -> str:
     """Bash that submits one array of jobs for the runs of `recipe` that start from none, then one for those that start from
     these, and so on; at last a job that gathers and reports. `command`: the words of the `hf-freeze run` of the whole grid,
     into `out`, which all machines see; `options`: of `sbatch`, such as --gres=gpu:1. A requeued job goes on where it was."""
     waves: dict[Path, int] = {}
     runs = expand(recipe)
     for run in runs:
-        origins = [folder for folder in (start_folder(out, run), teacher_folder(out, run)) if folder is not None]
-        waves[run_folder(out, run)] = 1 + max((waves.get(folder, -1) for folder in origins), default=-1)
-    text = _head(f"{len(runs)} runs of {recipe['name']}", out)
+        waves[run.folder(out)] = 1 + max((waves.get(folder, -1) for folder in run.needed_folders(out)), default=-1)
+    text = _head(f"{len(runs)} runs of {recipe.name}", out)
     name, log = _name_and_log(recipe, out)
     for wave in range(max(waves.values()) + 1):
-        chosen = [run for run in runs if waves[run_folder(out, run)] == wave]
+        chosen = [run for run in runs if waves[run.folder(out)] == wave]
         text.append(
             _ARRAY.format(
                 what=f"wave {wave + 1}: {len(chosen)} runs",
@@ -46,8 +44,8 @@ def job_script(recipe: dict[str, Any], command: Sequence[str], out: Path, option
                 log=log,
                 options=options,
                 body=_ONE_RUN.format(
-                    rows=" ".join(run["row"] for run in chosen),
-                    seeds=" ".join(str(run["seed"]) for run in chosen),
+                    rows=" ".join(run.row for run in chosen),
+                    seeds=" ".join(str(run.seed) for run in chosen),
                     command=shlex.join(command),
                 ),
             )
@@ -57,11 +55,11 @@ def job_script(recipe: dict[str, Any], command: Sequence[str], out: Path, option
     return "\n".join(text) + "\n"
 
 
-def workers_script(recipe: dict[str, Any], command: Sequence[str], out: Path, workers: int, options: str = "") -> str:
+def workers_script(recipe: Recipe, command: Sequence[str], out: Path, workers: int, options: str = "") -> str:
     """Bash that submits an array of `workers` jobs, which share the search of `recipe` in `out`. When all have ended or
     failed, a last job trains what they left and scores the front. `command`: the words of `hf-freeze search`, the same for all;
     `out`, `options`: as for `job_script`."""
-    text = _head(f"{workers} workers of the search {recipe['name']}", out)
+    text = _head(f"{workers} workers of the search {recipe.name}", out)
     name, log = _name_and_log(recipe, out)
     array = _ARRAY.format(
         what="each draws, trains and tells trials until there are enough",
@@ -86,8 +84,8 @@ def _head(what: str, out: Path) -> list[str]:
     ]
 
 
-def _name_and_log(recipe: dict[str, Any], out: Path) -> tuple[str, str]:
-    return shlex.quote(recipe["name"]), shlex.quote(str(out / "slurm-%A_%a.log"))
+def _name_and_log(recipe: Recipe, out: Path) -> tuple[str, str]:
+    return shlex.quote(recipe.name), shlex.quote(str(out / "slurm-%A_%a.log"))
 
 
 def _last_job(after: str, name: str, log: str, options: str, command: Sequence[str]) -> str:

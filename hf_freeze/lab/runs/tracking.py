@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.runs.launcher import is_first_process
 
-_PACKAGES = {  # of each tracker of `lab.recipes.fields.TRACKERS`; any of them will do
+_PACKAGES = {  # of each tracker of `report_to` (`lab/recipes/recipe.py`); any of them will do
     "tensorboard": ("tensorboard", "tensorboardX"),
     "trackio": ("trackio",),
     "wandb": ("wandb",),
@@ -26,13 +27,13 @@ def check_tracker(name: str | None) -> None:
 
 
 @contextmanager
-def tracked(run: dict[str, Any], folder: Path) -> Iterator[list[Any]]:
+def tracked(run: Run, folder: Path) -> Iterator[list[Any]]:
     """Yields the Trainer's callbacks for the tracker that `run` names, or none, and ends the run there.
 
     TensorBoard's event file lies in the folder of the run. The others write where their own settings in the environment say
     (WANDB_MODE, WANDB_PROJECT, TRACKIO_DIR, ...). A run of the grid that resumes continues its run in the tracker.
     """
-    name = run.get("report_to")
+    name = run.report_to
     if name is None:
         yield []
         return
@@ -61,9 +62,9 @@ def tracked(run: dict[str, Any], folder: Path) -> Iterator[list[Any]]:
         if not is_first_process():
             yield []
             return
-        project = os.environ.get("WANDB_PROJECT", run["name"])
+        project = os.environ.get("WANDB_PROJECT", run.name)
         identity = _identity(folder / "checkpoints" / "wandb-id")
-        with wandb.init(project=project, group=run["name"], name=folder.name, id=identity, resume="allow"):
+        with wandb.init(project=project, group=run.name, name=folder.name, id=identity, resume="allow"):
             yield [integrations.WandbCallback()]  # it takes the run that is there
 
 

@@ -1,5 +1,6 @@
 """What a trial costs, counted on `meta` before it is trained, and whether that is within the bounds."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 
 from hf_freeze import make_variant
 from hf_freeze.analysis.accounting import count_parameters, forward_multiply_adds, stored_bytes
+from hf_freeze.lab.recipes.recipe import Recipe, Run
 from hf_freeze.lab.recipes.rows import method_of
 from hf_freeze.lab.runs.text_training import backbone_config, new_tokenizer
 from hf_freeze.lab.tasks.base import Task
@@ -21,7 +23,7 @@ class Costs:
     stored_bytes: int
     multiply_adds: int
 
-    def violation(self, bounds: dict[str, float]) -> tuple[float, str]:
+    def violation(self, bounds: Mapping[Any, float]) -> tuple[float, str]:
         """By how much of a bound the worst cost is above it, and that in words; at most 0 within all bounds."""
         costs = asdict(self)
         excess = {cost: costs[cost] / bound - 1 for cost, bound in bounds.items()}
@@ -34,21 +36,23 @@ class Costs:
 class Counter:
     """Counts the models of a recipe's runs. All of them have one tokenizer, which is trained once on the training split."""
 
-    def __init__(self, recipe: dict[str, Any]) -> None:
-        task = task_of(recipe["task"])
+    def __init__(self, recipe: Recipe) -> None:
+        task = task_of(recipe.task)
         assert isinstance(task, Task)  # a space of another task is refused when it is read
         self._task = task
-        train = task.load(recipe["data"])["train"]
+        train = task.load(recipe.data)["train"]
         self._fields = task.config(train)
-        self._tokenizer = new_tokenizer(task, recipe, train)
+        assert recipe.tokenizer is not None  # trials train from fresh weights
+        self._tokenizer = new_tokenizer(task, recipe.tokenizer, train)
 
-    def count(self, run: dict[str, Any]) -> Costs:
+    def count(self, run: Run) -> Costs:
         """Raises ValueError where the methods do not fit the model or each other."""
         with torch.device("meta"):
-            config = backbone_config(run["backbone"], self._tokenizer, **self._fields)
-            methods = [method_of(method, self._tokenizer) for method in run["methods"]]
-            init = run["backbone"].get("init", "backbone")  # Marian's trains one tensor more
-            model = make_variant(config, methods, task=self._task.head, init=init, seed=run["seed"])
+            assert run.backbone is not None
+            config = backbone_config(run.backbone, self._tokenizer, **self._fields)
+            methods = [method_of(method, self._tokenizer) for method in run.methods]
+            init = run.backbone.init  # Marian's trains one tensor more
+            model = make_variant(config, methods, task=self._task.head, init=init, seed=run.seed)
         return Costs(
             parameters=count_parameters(model).total,
             stored_bytes=stored_bytes(model),

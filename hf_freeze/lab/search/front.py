@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_freeze.lab.recipes.recipe import Recipe
 from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.report.write import write_reports
 from hf_freeze.lab.runs.grid import run_grid
@@ -25,18 +26,19 @@ def score_front(search: Search, found: Found) -> bool:
 
 def _score_front(search: Search, found: Found) -> None:
     recipe = search.recipe
-    own = [row for row in recipe["rows"] if search.is_finished({"row": row, "seed": recipe["seeds"][0]})]
+    own = [run.row for run in search.hand_made if search.is_finished(run)]
     names = list(dict.fromkeys([*own, *sorted(found.front, key=lambda name: found.front[name])]))
-    if recipe["seeds"][1:]:
+    if recipe.seeds[1:]:
         search.train_other_seeds(names)
-    grid = {
-        key: value for key, value in recipe.items() if key in ("name", "task", "preset", "data", "decoding", "seeds")
-    }
-    grid |= {
-        "training": recipe["training"] | {"epochs": 0},
-        "start": str(search.grid),
-        "rows": {name: {"label": search.row(name)["label"], "methods": []} for name in names},
-    }
+    shared = {"name", "task", "preset", "data", "training", "decoding", "seeds"}
+    grid = Recipe.model_validate(
+        recipe.model_dump(exclude_unset=True, include=shared)
+        | {
+            "start": str(search.grid),
+            "rows": {name: {"label": search.row(name).label, "methods": []} for name in names},
+        }
+    )
+    grid.training.epochs = 0
     jobs = (search.jobs or 1) if search.ray is None else 1  # Ray has as many at a time as it has room for
     run_grid(grid, search.out / "front", jobs=jobs, console=search.console, command=search.command, ray=search.ray)
 

@@ -1,7 +1,6 @@
 """Search a space: draw rows, count them, train those within the bounds, stop the worse ones at the rungs."""
 
 import contextlib
-import copy
 import json
 import math
 import os
@@ -22,8 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hf_freeze.io import write_whole
 from hf_freeze.lab.recipes.check import check
 from hf_freeze.lab.recipes.expand import expand
-from hf_freeze.lab.recipes.rows import needed_rows
-from hf_freeze.lab.recipes.space import search_settings, space_of
+from hf_freeze.lab.recipes.recipe import Recipe, Run
+from hf_freeze.lab.recipes.rows import Row
+from hf_freeze.lab.recipes.space import space_of
 from hf_freeze.lab.runs.claim import check_files, check_folder, claim_all
 from hf_freeze.lab.runs.collect import write_results
 from hf_freeze.lab.runs.grid import FailedRuns
@@ -37,7 +37,6 @@ from hf_freeze.lab.search.halving import Point, front_of, goes_on
 from hf_freeze.lab.search.locks import Locks
 from hf_freeze.lab.search.rungs import dev_loss_at
 from hf_freeze.lab.search.study import FINISHED, STOPPED, Study, outcome_of, suggest_of
-from hf_freeze.run_folder import run_folder
 
 _IN_VAIN = 100  # points in a row that are not worth training: the space has no more
 _QUIET = Console(quiet=True)  # the bars of a terminal say what a log would repeat for every epoch
@@ -48,7 +47,7 @@ _FAILURES = 3  # trials that fail before any ends: not the trials are at fault
 class _Job:
     """A run to train, until a rung or to its end. `trial` is None for rows of the recipe, which are never stopped."""
 
-    run: dict[str, Any]
+    run: Run
     trial: Trial | None = None
     costs: Costs | None = None
     until: float | None = None
@@ -57,7 +56,7 @@ class _Job:
 
     @property
     def name(self) -> str:
-        return f"{self.run['row']}-seed-{self.run['seed']}"
+        return f"{self.run.row}-seed-{self.run.seed}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Search:
 
     def __init__(
         self,
-        recipe: dict[str, Any],
+        recipe: Recipe,
         out: Path,
         *,
         sampler: str = "tpe",
@@ -92,22 +91,20 @@ class Search:
         resume_anyway: bool = False,
         ray: RayOptions | None = None,
     ) -> None:
-        check_files(recipe["data"])
-        check_tracker(recipe.get("report_to"))
+        check_files(recipe.data)
+        check_tracker(recipe.report_to)
         self.recipe, self.out, self.grid = recipe, out, out / "trials"
         self.jobs, self.ray, self.command, self._resume_anyway = jobs, ray, command, resume_anyway
         self.console = console or Console()
-        self._space, self._settings = space_of(recipe, recipe["name"]), search_settings(recipe, recipe["name"])
-        self._base = {key: value for key, value in recipe.items() if key not in ("space", "search", "only", "rows")}
-        for name, row in recipe["rows"].items():
-            if needed := needed_rows(row):
+        self._space, self._settings = space_of(recipe, recipe.name), recipe.search
+        for name, row in recipe.rows.items():
+            if needed := row.needs:
                 raise ValueError(
                     f"row {name!r} has {next(iter(needed))!r}: rows beside a space train from fresh weights"
                 )
-        for name in recipe["rows"]:
             if re.fullmatch(r"t\d+", name):
                 raise ValueError(f"row {name!r}: the name is reserved for trials; choose another")
-        self._hand_made = [run | {"scored_on": "dev"} for run in self._expand(recipe["rows"], recipe["seeds"][:1])]
+        self.hand_made = self._expand(recipe.rows, recipe.seeds[:1])
         self.grid.mkdir(parents=True, exist_ok=True)
         self.locks = Locks(out / "locks")
         self.study = Study(out, self._settings, _identity(recipe), sampler, seed)
@@ -138,7 +135,7 @@ class Search:
                 everything = bars.add_task("trials", total=trials, completed=self._ended(), note="")
                 while True:
                     while workers.has_room() and (job := self._next(trials)) is not None:
-                        folder = run_folder(self.grid, job.run)
+                        folder = job.run.folder(self.grid)
                         job.started, running[folder] = time.monotonic(), job
                         tasks[folder] = bars.add_task(job.name, total=None, note="")
                         workers.start(job.run, folder, job.until)
@@ -158,22 +155,22 @@ class Search:
     def train_other_seeds(self, names: Iterable[str]) -> None:
         """Train the named rows with the other seeds of the recipe too."""
         rows = {name: self.row(name) for name in names}
-        self._hand_made += [run | {"scored_on": "dev"} for run in self._expand(rows, self.recipe["seeds"][1:])]
+        self.hand_made += self._expand(rows, self.recipe.seeds[1:])
         self.run(0)
 
-    def is_finished(self, run: dict[str, Any]) -> bool:
-        """Whether a run, of which row and seed are read, was trained to its end."""
+    def is_finished(self, run: Run) -> bool:
+        """Whether a run was trained to its end."""
         # Shared storage may remember for a while that a file was not there; to list its folder asks again.
         with contextlib.suppress(FileNotFoundError):
-            return "metrics.json" in os.listdir(run_folder(self.grid, run))
+            return "metrics.json" in os.listdir(run.folder(self.grid))
         return False
 
-    def row(self, name: str) -> dict[str, Any]:
+    def row(self, name: str) -> Row:
         """The row of that name: the recipe's, or of a trial."""
-        if name in self.recipe["rows"]:
-            return self.recipe["rows"][name]
+        if name in self.recipe.rows:
+            return self.recipe.rows[name]
         values = self.study.values(int(name.removeprefix("t")))
-        return self._space.row(lambda setting, _: values[setting])
+        return self._space.row(lambda setting, _: values[setting])[0]
 
     def _workers(self) -> Processes | RayTasks:
         # A trial that a rung or a kill has stopped may go on on any machine that shares the search.
@@ -188,8 +185,14 @@ class Search:
     def _ended(self) -> int:
         return self.study.count_trained(ended=True)
 
-    def _expand(self, rows: dict[str, Any], seeds: list[int]) -> list[dict[str, Any]]:
-        return expand(self._base | {"rows": rows, "seeds": seeds}) if rows else []
+    def _grid_of(self, rows: dict[str, Row], seeds: list[int]) -> Recipe:
+        """The recipe with other rows, and nothing to search."""
+        left_out = {"space", "search", "only", "rows"}
+        base = self.recipe.model_dump(exclude_unset=True, exclude=left_out)
+        return Recipe.model_validate(base | {"rows": {name: row.given() for name, row in rows.items()}, "seeds": seeds})
+
+    def _expand(self, rows: dict[str, Row], seeds: list[int]) -> list[Run]:
+        return [run.changed(scored_on="dev") for run in expand(self._grid_of(rows, seeds))] if rows and seeds else []
 
     # -- what to do next -------------------------------------------------------------------------------------------------------
 
@@ -209,8 +212,8 @@ class Search:
 
     def _take_over(self) -> None:
         """Queue what is to be done and no living process has: the rows of the recipe, and trials that a killed one left."""
-        for run in self._hand_made:
-            if run_folder(self.grid, run) not in self._failed:
+        for run in self.hand_made:
+            if run.folder(self.grid) not in self._failed:
                 self._take(_Job(run))
         for number in self.study.running():
             self._revive(number)
@@ -224,7 +227,7 @@ class Search:
         if job.trial is None and self.is_finished(job.run):  # by another process, a moment ago
             self.locks.give(job.name)
             return False
-        check_folder(run_folder(self.grid, job.run), job.run)
+        check_folder(job.run.folder(self.grid), job.run)
         claim_all([job.run], self.grid, self.command)
         if job.trial is None:
             self._waiting.append(job)
@@ -241,7 +244,7 @@ class Search:
 
     def _revive(self, number: int) -> None:
         """Go on with a trial that a killed process left, unless a living one has it."""
-        if self.locks.is_free(f"t{number}-seed-{self.recipe['seeds'][0]}") and self.locks.take(f"drawn-{number}"):
+        if self.locks.is_free(f"t{number}-seed-{self.recipe.seeds[0]}") and self.locks.take(f"drawn-{number}"):
             if (trial := self.study.revive(number)) is not None:
                 self._settle(trial)
             self.locks.give(f"drawn-{number}")
@@ -249,16 +252,16 @@ class Search:
     def _settle(self, trial: Trial) -> None:
         """Draw the row of a trial; refuse it, or train it."""
         name = f"t{trial.number}"
-        row = self._space.row(suggest_of(trial))
+        row, refused = self._space.row(suggest_of(trial))
         if earlier := self.study.repeats(trial):
             self.study.repeat(trial, earlier)
             return
-        if refused := row.pop("refused", None):
+        if refused:
             self.study.refuse(trial, refused, 1.0)
             return
         try:
-            check(copy.deepcopy(self._base | {"rows": {name: row}}), name)
-            (run,) = self._expand({name: row}, self.recipe["seeds"][:1])
+            check(self._grid_of({name: row}, self.recipe.seeds).given(), name)
+            (run,) = self._expand({name: row}, self.recipe.seeds[:1])
             self._counter = self._counter or Counter(self.recipe)
             costs = self._counter.count(run)
         except ValueError as error:
@@ -269,13 +272,13 @@ class Search:
             self.study.refuse(trial, why, violation)
             return
         trial.set_user_attr("costs", asdict(costs))
-        trial.set_user_attr("label", row["label"])
-        self._take(_Job(run | {"scored_on": "dev"}, trial, costs))
+        trial.set_user_attr("label", row.label)
+        self._take(_Job(run, trial, costs))
 
     # -- after a training ------------------------------------------------------------------------------------------------------
 
     def _after(self, job: _Job, reason: str) -> None:
-        folder = run_folder(self.grid, job.run)
+        folder = job.run.folder(self.grid)
         job.seconds += time.monotonic() - job.started
         paused = job.until is not None and dev_loss_at(folder, job.until) is not None
         if (folder / "metrics.json").exists() or paused:
@@ -296,7 +299,7 @@ class Search:
 
     def _advance(self, job: _Job) -> None:
         """Queue a job for its next rung, or end its trial."""
-        folder = run_folder(self.grid, job.run)
+        folder = job.run.folder(self.grid)
         if (folder / "metrics.json").exists():
             self._finish(job, json.loads((folder / "metrics.json").read_text(encoding="utf-8")))
             return
@@ -329,7 +332,7 @@ class Search:
         loss, costs = record["metrics"]["dev_loss"], costs_of(record)
         if job.trial is not None:
             self.study.tell(job.trial, FINISHED, "", loss, costs)
-        write_results(self.grid, self._hand_made)
+        write_results(self.grid, self.hand_made)
         self._say(job, "finished", loss, costs)
         self.locks.give(job.name)
 
@@ -338,29 +341,27 @@ class Search:
         if loss is not None and costs is not None:
             size, work = f"{costs.stored_bytes / 1e6:.2f} MB", f"{costs.multiply_adds / 1e3:,.0f}k multiply-adds"
             figures = f": dev loss {loss:.3f}, {size}, {work}"
-        line = f"{job.run['row']} {what}{figures}, {job.seconds:.0f} s; {escape(job.run['label'])}"
+        line = f"{job.run.row} {what}{figures}, {job.seconds:.0f} s; {escape(job.run.label)}"
         self.console.print(line, soft_wrap=True, highlight=False)
 
     # -- the end ---------------------------------------------------------------------------------------------------------------
 
     def _found(self, seconds: float) -> Found:
-        records = write_results(self.grid, self._hand_made)
+        records = write_results(self.grid, self.hand_made)
         points = self.study.finished()
         goals: dict[str, Point] = {}
         for record in records:
             name, costs = record["row"], costs_of(record)
-            if record["seed"] != self.recipe["seeds"][0] or costs.violation(self._settings.bounds)[0] > 0:
+            if record["seed"] != self.recipe.seeds[0] or costs.violation(self._settings.bounds)[0] > 0:
                 continue
-            if name in points or name in self.recipe["rows"]:
+            if name in points or name in self.recipe.rows:
                 goals[name] = points.get(name) or self.study.point(record["metrics"]["dev_loss"], costs)
         busy = [f"t{number}" for number in self.study.running()]
         busy += [
-            run["row"]
-            for run in self._hand_made
-            if not self.is_finished(run) and not self.locks.is_free(_Job(run).name)
+            run.row for run in self.hand_made if not self.is_finished(run) and not self.locks.is_free(_Job(run).name)
         ]
         self._write_trials()
-        return Found(self._settings.goals, front_of(goals), busy, self._counts(), seconds)
+        return Found(tuple(self._settings.goals), front_of(goals), busy, self._counts(), seconds)
 
     def _counts(self) -> dict[str, int]:
         kinds = [outcome_of(trial)[0] or "running" for trial in self.study.trials()]
@@ -377,10 +378,15 @@ class Search:
         write_whole(self.out / "trials.jsonl", "".join(lines))
 
 
-def _identity(recipe: dict[str, Any]) -> dict[str, Any]:
+def _identity(recipe: Recipe) -> dict[str, Any]:
     """What must be the same for a search to go on. Where the data lies may change, and which rows stand beside the space."""
-    left_out = ("presets", "smoke", "rows", "only", "axis", "about", "report_to")
-    identity = {key: value for key, value in recipe.items() if key not in left_out}
-    identity["seeds"] = recipe["seeds"][:1]
-    identity["data"] = {key: value for key, value in recipe["data"].items() if key != "root"}
-    return identity
+    left_out = {
+        "presets": True,
+        "smoke": True,
+        "rows": True,
+        "only": True,
+        "axis": True,
+        "about": True,
+        "report_to": True,
+    }
+    return recipe.model_dump(exclude_unset=True, exclude={**left_out, "data": {"root"}}) | {"seeds": recipe.seeds[:1]}

@@ -14,7 +14,8 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from hf_freeze.lab.recipes.space import Range, SearchSettings, Suggest
+from hf_freeze.lab.recipes.rows import SearchSettings
+from hf_freeze.lab.recipes.space import Range, Suggest
 from hf_freeze.lab.search.costs import Costs
 from hf_freeze.lab.search.halving import Point
 from hf_freeze.lab.search.samplers import SeededByTrial

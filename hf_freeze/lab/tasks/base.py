@@ -1,7 +1,8 @@
 """What a task of the grids defines: how to load, encode and test, or how to execute it whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -9,6 +10,8 @@ import numpy as np
 from transformers import DataCollatorForSeq2Seq
 
 from hf_freeze.lab.data import Texts, TokenDataset
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import Data, Training
 from hf_freeze.lab.training import TokenBatchTrainer
 from hf_freeze.training import label_smoothed_loss
 
@@ -35,7 +38,7 @@ class Task:
     """
 
     head: str
-    load: Callable[[dict[str, Any]], dict[str, datasets.Dataset]]
+    load: Callable[[Data], dict[str, datasets.Dataset]]
     texts: Callable[[datasets.Dataset], Texts]
     encode: Callable[..., datasets.Dataset | TokenDataset]
     test: Callable[..., Outcome]
@@ -43,14 +46,30 @@ class Task:
     eos: str = "after"
     trainer: type[TokenBatchTrainer] = TokenBatchTrainer
     collator: Callable[[Any, Any], Any] = lambda tokenizer, model: DataCollatorForSeq2Seq(tokenizer, model=model)
-    arguments: Callable[[dict[str, Any]], dict[str, Any]] = lambda training: {}
+    arguments: Callable[[Training], dict[str, Any]] = lambda training: {}
     config: Callable[[datasets.Dataset], dict[str, Any]] = lambda split: {}
-    loss: Callable[[dict[str, Any], Any], Callable[..., Any]] = lambda training, model: label_smoothed_loss(
-        training.get("label_smoothing", 0.0), shift=model.shifts_labels
+    loss: Callable[[Training, Any], Callable[..., Any]] = lambda training, model: label_smoothed_loss(
+        training.label_smoothing, shift=model.shifts_labels
     )
 
 
 ProgressCallback = Callable[[dict[str, Any]], None]  # receives {"step":, "steps":, "loss": ...} while the run goes on
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to execute in its `folder`. `report` hears how far it is. `checkpoint`: the folder to go on from. `start`, `teacher`:
+    the folders of the finished runs that it starts from and learns from. `until`: the epochs after which it pauses at a
+    checkpoint. `trackers`: the Trainer's callbacks that see the curves, and the test scores."""
+
+    run: Run
+    folder: Path
+    report: ProgressCallback = lambda _: None
+    checkpoint: str | None = None
+    start: Path | None = None
+    teacher: Path | None = None
+    until: float | None = None
+    trackers: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +91,21 @@ class Trained:
 class OwnTask:
     """A task that the Trainer does not serve.
 
-    `execute(run, folder, report, checkpoint=, start=)` trains, tests and writes the model to `folder / "model"`; it goes on from
-    `checkpoint`, a folder `folder / "checkpoints" / "checkpoint-*"`, and starts from the finished run in `start`, where these
-    are not None.
+    `execute(job)` trains, tests and writes the model to `folder / "model"`; its checkpoints are `folder / "checkpoints" /
+    "checkpoint-*"`.
     """
 
-    execute: Callable[..., Trained]
+    execute: Callable[[Job], Trained]
+
+
+def tested(columns: Callable[[np.ndarray, Any], np.ndarray]) -> Callable[..., Outcome]:
+    """A `test` by what the trainer scores. `columns(items, encoded split)`: what each item adds to the score."""
+
+    def test(run: Run, folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+        items, metrics = scored(trainer, encoded)
+        return Outcome(metrics=metrics, items=columns(items, encoded))
+
+    return test
 
 
 def scored(trainer: TokenBatchTrainer, encoded: Any) -> tuple[np.ndarray, dict[str, float]]:

@@ -1,12 +1,4 @@
-"""The forms that the `data` section of a recipe may have."""
+"""The forms of data by their earlier place; they are in `lab/recipes/settings.py`."""
 
-from typing import Any
-
-SPLITS = ("train", "dev", "test")
-
-
-def data_form(data: dict[str, Any]) -> str | None:
-    """The forms of `data`, which exclude each other: the built-in corpus, a data set of the Hub, or files."""
-    return next(
-        (form for form, mark in (("builtin", "builtin"), ("hub", "hub"), ("files", "train")) if mark in data), None
-    )
+from hf_freeze.lab.recipes.settings import SPLITS as SPLITS
+from hf_freeze.lab.recipes.settings import data_form as data_form

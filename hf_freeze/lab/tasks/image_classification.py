@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from hf_freeze.io import write_whole
 from hf_freeze.lab.data import read_images
-from hf_freeze.lab.tasks.base import Outcome, OwnTask, ProgressCallback, Trained
-from hf_freeze.lab.tasks.data_forms import SPLITS
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import SPLITS, Data
+from hf_freeze.lab.tasks.base import Job, Outcome, OwnTask, ProgressCallback, Trained
 from hf_freeze.lab.tasks.perceptron import Perceptron, make_perceptron
-from hf_freeze.lab.tasks.splits import held_out
+from hf_freeze.lab.tasks.splits import held_out, paths_of, read_all
 from hf_freeze.methods.registry import method_from_dict
 
 _EVALUATED = 1000  # images of a batch that only tests
@@ -38,14 +39,13 @@ class Images(NamedTuple):
         return Images(self.pixels[which], self.classes[which])
 
 
-def load_data(settings: dict[str, Any], sizes: list[int], device: torch.device) -> dict[str, Images]:
+def load_data(data: Data, sizes: list[int], device: torch.device) -> dict[str, Images]:
     """Splits train, test and, where the recipe names or holds out one, dev.
 
     Raises ValueError where the images do not fit the perceptron of these sizes, or nothing is left to train on.
     """
-    root, splits = Path(settings.get("root", ".")), {}
-    for name in (name for name in SPLITS if name in settings):
-        files = [root / file for file in settings[name]]
+    splits = {}
+    for name, files in read_all(data, lambda named: paths_of(data, named), SPLITS).items():
         pixels, classes = read_images(*files)
         if (inputs := math.prod(pixels.shape[1:])) != sizes[0]:
             raise ValueError(
@@ -55,37 +55,39 @@ def load_data(settings: dict[str, Any], sizes: list[int], device: torch.device) 
             raise ValueError(f"{files[1]}: class {highest}, but backbone.sizes={sizes} ends with {sizes[-1]} classes")
         splits[name] = Images(torch.tensor(pixels.reshape(-1, inputs)), torch.tensor(classes, dtype=torch.int64))
     train = splits["train"]
-    splits |= {name: train.select(which) for name, which in held_out(len(train.classes), settings).items()}
-    limit = settings.get("limit")
-    return {name: Images(*(tensor[:limit].to(device) for tensor in split)) for name, split in splits.items()}
+    splits |= {name: train.select(which) for name, which in held_out(len(train.classes), data).items()}
+    return {name: Images(*(tensor[: data.limit].to(device) for tensor in split)) for name, split in splits.items()}
 
 
-def execute(
-    run: dict[str, Any], folder: Path, report: ProgressCallback, *, checkpoint: str | None, start: Path | None
-) -> Trained:
+def execute(job: Job) -> Trained:
     """Train, finalize and test one row in one process. No epoch is chosen: what the last one left is tested."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("image-classification runs in one process: leave the launcher out")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    methods = [method_from_dict(method) for method in run["methods"]]
-    backbone = run["backbone"]["sizes"] if start is None else Perceptron.load(start / "model")
+    run = job.run
+    methods = [method_from_dict(method) for method in run.methods]
+    if job.start is not None:
+        backbone = Perceptron.load(job.start / "model")
+    else:
+        assert run.backbone is not None  # a recipe without `start` has one
+        backbone = run.backbone.sizes
     model = make_perceptron(backbone, methods).to(device)
-    data = load_data(run["data"], model.config.sizes, device)
-    training = _Training(model, data, run, folder / "checkpoints")
-    if checkpoint is not None:
-        training.resume(Path(checkpoint))
+    data = load_data(run.data, model.config.sizes, device)
+    training = _Training(model, data, run, job.folder / "checkpoints")
+    if job.checkpoint is not None:
+        training.resume(Path(job.checkpoint))
     began = time.perf_counter()
-    training.run(report)
+    training.run(job.report)
     seconds = time.perf_counter() - began
     model.finalize()
-    report({"stage": "testing"})
+    job.report({"stage": "testing"})
     tested = time.perf_counter()
     items, loss = classify(model, data["test"])
     metrics = {"test_accuracy": float(items[:, 0].mean()), "test_loss": loss}
     if "dev" in data:
         dev_items, loss = classify(model, data["dev"])
         metrics |= {"dev_accuracy": float(dev_items[:, 0].mean()), "dev_loss": loss}
-    model.save(folder / "model")
+    model.save(job.folder / "model")
     return Trained(
         model=model,
         outcome=Outcome(metrics=metrics, items=items),
@@ -95,7 +97,7 @@ def execute(
         steps=training.total_steps,
         train_seconds=seconds,
         test_seconds=time.perf_counter() - tested,
-        resumed=checkpoint is not None,
+        resumed=job.checkpoint is not None,
     )
 
 
@@ -120,14 +122,11 @@ def classify(model: nn.Module, images: Images) -> tuple[np.ndarray, float]:
 class _Training:
     """The loop. After each epoch it is in a checkpoint with all that decides how it goes on."""
 
-    def __init__(self, model: Perceptron, data: dict[str, Images], run: dict[str, Any], checkpoints: Path) -> None:
-        settings = run["training"]
-        self.model, self.data, self.checkpoints, self.seed = model, data, checkpoints, run["seed"]
-        self.epochs, self.batch_size = settings["epochs"], settings["batch_size"]
-        self.learning_rate, self.lr_steps = (
-            settings["learning_rate"],
-            settings.get("lr_steps", {"gamma": 1.0, "at": []}),
-        )
+    def __init__(self, model: Perceptron, data: dict[str, Images], run: Run, checkpoints: Path) -> None:
+        settings = run.training
+        self.model, self.data, self.checkpoints, self.seed = model, data, checkpoints, run.seed
+        self.epochs, self.batch_size = int(settings.epochs), settings.batch_size
+        self.learning_rate, self.lr_steps = settings.learning_rate, settings.lr_steps
         self.size = len(data["train"].classes)
         self.steps = math.ceil(self.size / self.batch_size)  # of an epoch
         self.total_steps = self.epochs * self.steps
@@ -135,7 +134,7 @@ class _Training:
         self.epoch = 0
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            parameters, lr=self.learning_rate, weight_decay=settings.get("weight_decay", 0.0), fused=True
+            parameters, lr=self.learning_rate, weight_decay=settings.weight_decay, fused=True
         )
 
     def run(self, report: ProgressCallback) -> None:
@@ -151,7 +150,7 @@ class _Training:
             report({**entry, "steps": self.total_steps})
 
     def _one_epoch(self, report: ProgressCallback) -> dict[str, Any]:
-        rate = self.learning_rate * self.lr_steps["gamma"] ** sum(self.epoch >= at for at in self.lr_steps["at"])
+        rate = self.learning_rate * self.lr_steps.gamma ** sum(self.epoch >= at for at in self.lr_steps.at)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.model.train()

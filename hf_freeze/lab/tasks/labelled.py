@@ -11,32 +11,34 @@ from hf_freeze.data.files import found
 from hf_freeze.lab import data as hf_data
 from hf_freeze.lab.data import Progress
 from hf_freeze.lab.data.tables import CLASS, iterate_columns
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.tasks.base import Task
-from hf_freeze.lab.tasks.data_forms import data_form
 from hf_freeze.lab.tasks.splits import paths_of, reader
 
 
-def labelled_reader(settings: dict[str, Any], *, numbers: bool = False) -> Callable[[Any], datasets.Dataset]:
+def labelled_reader(data: Data, *, numbers: bool = False) -> Callable[[Any], datasets.Dataset]:
     """What reads a split, given its files or its name on the Hub: columns `sentence` and, of pairs, `second`, and `label`.
     `numbers`: labels are numbers, else classes."""
-    columns, label = settings.get("columns", ["sentence"]), settings.get("label", "label")
-    files = partial(hf_data.read_labelled, text=columns, label=label, numbers=numbers, header=settings.get("header"))
-    read = reader(settings, files, partial(hf_data.load_hub_labelled, text=columns, label=label))
+    columns, label = data.columns, data.label or "label"
+    files = partial(hf_data.read_labelled, text=columns, label=label, numbers=numbers, header=data.header)
+    read = reader(data, files, partial(hf_data.load_hub_labelled, text=columns, label=label))
     names = {**dict(zip(columns, ("sentence", "second"), strict=False)), label: "label"}
     return lambda named: read(named).rename_columns(names)
 
 
-def refuse_label(settings: dict[str, Any], split: str, label: str, message: str) -> NoReturn:
+def refuse_label(data: Data, split: str, label: str, message: str) -> NoReturn:
     """Raise ValueError with this message and, where the data are files, the place of the first such label in the split."""
-    column = settings.get("label", "label")
+    column = data.label or "label"
 
     def check(row: dict[str, Any]) -> None:
         if row[column] == label:
             raise ValueError(message)
 
-    if data_form(settings) == "files":
-        for path in found(paths_of(settings, settings.get(split, settings["train"]))):  # what is drawn comes from train
-            for _ in iterate_columns(path, {column: CLASS}, header=settings.get("header"), check=check):
+    if data.form == "files":
+        named = getattr(data, split) or data.train  # what is drawn comes from train
+        for path in found(paths_of(data, list(named))):
+            for _ in iterate_columns(path, {column: CLASS}, header=data.header, check=check):
                 pass
     raise ValueError(message)
 
@@ -47,7 +49,7 @@ def columns_of(split: datasets.Dataset) -> list[str]:
 
 
 def encode(
-    split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None, progress: Progress | None = None
+    split: datasets.Dataset, tokenizer: Any, run: Run | None = None, progress: Progress | None = None
 ) -> datasets.Dataset:
     """The tokenizer's columns, and `labels`. A pair is one sequence of two segments."""
     columns = columns_of(split)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -12,7 +11,9 @@ from transformers import DataCollatorForMultipleChoice
 from hf_freeze.lab import data as hf_data
 from hf_freeze.lab.data import Progress
 from hf_freeze.lab.data.questions import LETTERS
-from hf_freeze.lab.tasks.base import Outcome, Task, scored
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import Data
+from hf_freeze.lab.tasks.base import Task, tested
 from hf_freeze.lab.tasks.splits import read_splits, reader
 from hf_freeze.lab.training import ClassificationTrainer
 
@@ -27,14 +28,14 @@ class ChoiceTrainer(ClassificationTrainer):
         return {"loss": sums[0] / sums[1], "accuracy": sums[2] / sums[1]}
 
 
-def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+def load_data(data: Data) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with the columns `article`, `question`, `options`, `answer`, a letter, and `text`, the three
     first in one.
 
     Raises ValueError for an answer that is none of the options, and for questions with different numbers of them.
     """
     hub = partial(hf_data.load_hub_labelled, text=_COLUMNS, label="answer")
-    splits = read_splits(settings, reader(settings, hf_data.read_race, hub))
+    splits = read_splits(data, reader(data, hf_data.read_race, hub))
     count = len(splits["train"][0]["options"])
     return {name: _checked(name, split, count) for name, split in splits.items()}
 
@@ -52,7 +53,7 @@ def _checked(name: str, split: datasets.Dataset, count: int) -> datasets.Dataset
 
 
 def encode(
-    split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None, progress: Progress | None = None
+    split: datasets.Dataset, tokenizer: Any, run: Run | None = None, progress: Progress | None = None
 ) -> datasets.Dataset:
     """The tokenizer's columns of all answers one after the other, their `lengths`, and `labels`. An answer is the pair of the
     article, cut where that is too long, and the question with the answer instead of `_`, or after it."""
@@ -83,18 +84,13 @@ def collator(tokenizer: Any, model: Any) -> Any:
     return lambda examples: collate([apart(example) for example in examples])
 
 
-def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
-    items, metrics = scored(trainer, encoded)
-    return Outcome(metrics=metrics, items=np.column_stack([items[:, [2, 1]], encoded["labels"]]).astype(np.int64))
-
-
 TASK = Task(
     head="multiple-choice",
     tokenizer="wordpiece",
     load=load_data,
     texts=lambda split: hf_data.Texts(split, ["text"]),
     encode=encode,
-    test=_test,
+    test=tested(lambda items, encoded: np.column_stack([items[:, [2, 1]], encoded["labels"]]).astype(np.int64)),
     trainer=ChoiceTrainer,
     collator=collator,
 )

@@ -12,6 +12,8 @@ import torch
 from hf_freeze.io import write_whole
 from hf_freeze.lab import data as hf_data
 from hf_freeze.lab.data import Progress
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.tasks.base import Outcome, Task
 from hf_freeze.lab.tasks.splits import read_splits, reader
 from hf_freeze.lab.training.question_answering import SpanTrainer
@@ -21,19 +23,17 @@ from hf_freeze.training.loss import span_loss
 WINDOW = 384  # tokens of question and text together, unless training.block_size says otherwise
 
 
-def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+def load_data(data: Data) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with the columns of `read_squad`."""
-    return read_splits(settings, reader(settings, hf_data.read_squad, hf_data.load_hub_questions))
+    return read_splits(data, reader(data, hf_data.read_squad, hf_data.load_hub_questions))
 
 
-def encode(
-    split: datasets.Dataset, tokenizer: Any, run: dict[str, Any], progress: Progress | None = None
-) -> datasets.Dataset:
+def encode(split: datasets.Dataset, tokenizer: Any, run: Run, progress: Progress | None = None) -> datasets.Dataset:
     """A row for each window of a text; neighbours share a third. The tokenizer's columns; `labels`, the first and the last token
     of the first answer, or 0 and 0 where it is not whole in the window; `example`, its row in `split`; `begins` and `ends`, the
     characters of `context` of each token, -1 for others.
     """
-    size = min(run["training"].get("block_size", WINDOW), tokenizer.model_max_length)
+    size = min(run.training.block_size or WINDOW, tokenizer.model_max_length)
 
     def windows(batch: dict[str, Any], rows: list[int]) -> dict[str, Any]:
         encoded = tokenizer(
@@ -88,7 +88,7 @@ def collator(tokenizer: Any, model: Any) -> Any:
     return collate
 
 
-def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+def _test(run: Run, folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
     windows = trainer.score(encoded).cpu().numpy()
     answers = answers_of(windows, encoded, split)
     if trainer.is_world_process_zero():

@@ -7,6 +7,8 @@ import datasets
 import numpy as np
 from scipy.stats import spearmanr
 
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.tasks.base import Outcome, scored
 from hf_freeze.lab.tasks.labelled import labelled_reader, task_of_labelled
 from hf_freeze.lab.tasks.splits import read_splits
@@ -14,12 +16,12 @@ from hf_freeze.lab.training import RegressionTrainer
 from hf_freeze.training.loss import squared_loss
 
 
-def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+def load_data(data: Data) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with the columns `sentence` and, of pairs, `second`, and `label`, a number.
 
     Raises ValueError for a label that is no finite number.
     """
-    splits = read_splits(settings, labelled_reader(settings, numbers=True))
+    splits = read_splits(data, labelled_reader(data, numbers=True))
     return {name: _numbers(name, split) for name, split in splits.items()}
 
 
@@ -37,7 +39,7 @@ def _numbers(name: str, split: datasets.Dataset) -> datasets.Dataset:
     return split.remove_columns("label").add_column("label", numbers)
 
 
-def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+def _test(run: Run, folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
     items, metrics = scored(trainer, encoded)
     predicted, labels = items[:, 2], items[:, 6]
     ranked = min(np.ptp(predicted), np.ptp(labels)) > 0  # else there is no correlation, and scipy warns

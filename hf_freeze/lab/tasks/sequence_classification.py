@@ -9,14 +9,15 @@ import datasets
 import numpy as np
 
 from hf_freeze.lab import data as hf_data
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import SPLITS, Data
 from hf_freeze.lab.tasks.base import Outcome, scored
-from hf_freeze.lab.tasks.data_forms import SPLITS, data_form
 from hf_freeze.lab.tasks.labelled import encode, labelled_reader, refuse_label, task_of_labelled
-from hf_freeze.lab.tasks.splits import take
+from hf_freeze.lab.tasks.splits import first, read_all, take
 from hf_freeze.lab.training import ClassificationTrainer
 
 
-def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+def load_data(data: Data) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test, and `mismatched` where the recipe names one, a second test split. Columns: `sentence` and, of
     pairs, `second`, and `label`, whose classes (a `datasets.ClassLabel`) are the labels of the training split in order. The
     built-in sentences are the target side of the built-in translations, and their classes the tense of the first clause.
@@ -25,25 +26,23 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
 
     Raises ValueError for a label that the training data has not, with file and row.
     """
-    if data_form(settings) == "builtin":
-        files = {str(name): split for name, split in hf_data.builtin_tenses(**settings["builtin"]).items()}
+    if data.builtin is not None:
+        files = {str(name): split for name, split in hf_data.builtin_tenses(**data.builtin.given()).items()}
     else:
-        read = labelled_reader(settings)
-        files = {name: read(settings[name]) for name in (*SPLITS, "mismatched") if name in settings}
-    return _taken(_classes(files, settings), settings)
+        files = read_all(data, labelled_reader(data), (*SPLITS, "mismatched"))
+    return _taken(_classes(files, data), data)
 
 
-def _taken(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
-    splits = take({name: split for name, split in files.items() if name != "mismatched"}, settings)
+def _taken(files: dict[str, datasets.Dataset], data: Data) -> dict[str, datasets.Dataset]:
+    splits = take({name: split for name, split in files.items() if name != "mismatched"}, data)
     if "mismatched" in files:
-        split = files["mismatched"]
-        splits["mismatched"] = split.select(range(min(settings.get("limit") or len(split), len(split))))
+        splits["mismatched"] = first(files["mismatched"], data.limit)
     return splits
 
 
-def _classes(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+def _classes(files: dict[str, datasets.Dataset], data: Data) -> dict[str, datasets.Dataset]:
     """With the numbers of classes as labels. They are put into whole files: of a part of one, `datasets` would copy the text."""
-    used = {name: {str(label) for label in split["label"]} for name, split in _taken(files, settings).items()}
+    used = {name: {str(label) for label in split["label"]} for name, split in _taken(files, data).items()}
     if "None" in used["train"] and None in set(files["train"]["label"]):
         raise ValueError("the train split has examples without a label")
     trained = set(used["train"])
@@ -56,7 +55,7 @@ def _classes(files: dict[str, datasets.Dataset], settings: dict[str, Any]) -> di
     for name, found in used.items():
         if unknown := sorted(label for label in found if spelled(label) not in labels):
             message = f"the {name} split has label {unknown[0]!r}; the training split has {names}"
-            refuse_label(settings, name, unknown[0], message)
+            refuse_label(data, name, unknown[0], message)
     number = {name: i for i, name in enumerate(names)}
     numbered = {}
     for name, split in files.items():
@@ -83,14 +82,14 @@ def _labels(split: datasets.Dataset) -> dict[str, Any]:
     return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
 
 
-def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
-    names, metric = split.features["label"].names, run.get("metric", "accuracy")
+def _test(run: Run, folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+    names, metric = split.features["label"].names, run.metric or "accuracy"
     if metric != "accuracy" and len(names) != 2:
         raise ValueError(f"metric={metric!r} is of two classes, but the training split has {names}; use 'accuracy'")
     items, metrics = scored(trainer, encoded)
     added = items[:, [2, 1]] if metric == "accuracy" else items[:, 3:7]
-    if "mismatched" in run["data"] and "scored_on" not in run:
-        _, others = scored(trainer, encode(load_data(run["data"])["mismatched"], tokenizer))
+    if run.data.mismatched and run.scored_on == "test":
+        _, others = scored(trainer, encode(load_data(run.data)["mismatched"], tokenizer))
         metrics |= {name.replace("test_", "mismatched_"): value for name, value in others.items()}
     return Outcome(metrics=metrics, items=np.column_stack([added, encoded["labels"]]).astype(np.int64))
 

@@ -11,18 +11,20 @@ from transformers import DataCollatorForTokenClassification
 from hf_freeze.data.entities import check_tags
 from hf_freeze.lab import data as hf_data
 from hf_freeze.lab.data import Progress
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.tasks.base import Outcome, Task
 from hf_freeze.lab.tasks.splits import read_splits, reader
 from hf_freeze.lab.training.token_classification import EntityTrainer
 
 
-def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
+def load_data(data: Data) -> dict[str, datasets.Dataset]:
     """Splits train, dev and test with the columns `tokens` and `tags`, lists, and `text`, the tokens in one. The tags, those that
     occur in any split in order, are numbers (`datasets.ClassLabel`).
 
     Raises ValueError for tags that name no entities.
     """
-    tokens, tags = settings.get("column", "tokens"), settings.get("label", "ner_tags")
+    tokens, tags = data.column or "tokens", data.label or "ner_tags"
 
     def of_hub(hub: str, named: str, name: str | None) -> datasets.Dataset:
         split = hf_data.load_hub_labelled(hub, named, [tokens], tags, name)
@@ -31,7 +33,7 @@ def load_data(settings: dict[str, Any]) -> dict[str, datasets.Dataset]:
         check_tags((tag for row in rows for tag in row), f"{hub} ({named}), column {tags!r}: ")
         return datasets.Dataset.from_dict({"tokens": split[tokens], "tags": rows})
 
-    splits = read_splits(settings, reader(settings, partial(hf_data.read_conll, tokens=tokens, tags=tags), of_hub))
+    splits = read_splits(data, reader(data, partial(hf_data.read_conll, tokens=tokens, tags=tags), of_hub))
     names = sorted({tag for split in splits.values() for row in split["tags"] for tag in row})
     number = {name: i for i, name in enumerate(names)}
     features = datasets.Features(
@@ -63,7 +65,7 @@ def _labels(split: datasets.Dataset) -> dict[str, Any]:
 
 
 def encode(
-    split: datasets.Dataset, tokenizer: Any, run: dict[str, Any] | None = None, progress: Progress | None = None
+    split: datasets.Dataset, tokenizer: Any, run: Run | None = None, progress: Progress | None = None
 ) -> datasets.Dataset:
     """The tokenizer's columns, and `labels`: the tag at the first token of each word, -100 at the others. What is too long is
     cut."""
@@ -82,7 +84,7 @@ def encode(
     return split.map(ids, batched=True, remove_columns=split.column_names, keep_in_memory=True)
 
 
-def _test(run: dict[str, Any], folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
+def _test(run: Run, folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
     items, names = trainer.score(encoded).cpu().numpy(), _names(split)
     # Entities beyond the model's positions are missed, not left out.
     items[:, 5] = [len(hf_data.entities([names[tag] for tag in tags])) for tags in split["tags"]]

@@ -105,8 +105,8 @@ def write_data(task, folder):
 def test_a_fresh_model_on_the_built_in_data(task, goal, place):
     printed = init(task, goal)
     recipe = load_recipe("recipe.yaml")
-    assert list(recipe["rows"]) == ROWS[goal]
-    assert recipe["task"] == init_command._TASKS[task]
+    assert list(recipe.rows) == ROWS[goal]
+    assert recipe.task == init_command._TASKS[task]
     assert len(expand(recipe)) == len(ROWS[goal])
     assert load_recipe("recipe.yaml", smoke=True)["training"]["epochs"] == 1
     text = (place / "recipe.yaml").read_text()
@@ -126,12 +126,12 @@ def test_a_trained_model_on_files(task, goal, place):
     model, files = tiny(task, place / "model"), write_data(task, place)
     init(task, goal, model, files, "--out", "mine/my recipe.yaml")
     recipe = load_recipe("mine/my recipe.yaml")
-    assert recipe["name"] == "my-recipe"
-    assert recipe["backbone"] == {"pretrained": model}
-    assert list(recipe["rows"]) == ROWS[goal]
+    assert recipe.name == "my-recipe"
+    assert recipe.backbone.given() == {"pretrained": model}
+    assert list(recipe.rows) == ROWS[goal]
     if goal == "study":
-        assert recipe["rows"]["3"]["methods"] == [{"method": "freeze", "ffn": "frozen"}]
-    splits = task_of(recipe["task"]).load(recipe["data"])
+        assert recipe.rows["3"].methods == [{"method": "freeze", "ffn": "frozen"}]
+    splits = task_of(recipe.task).load(recipe.data)
     assert {name: len(split) for name, split in splits.items()} == {"train": 34, "dev": 4, "test": 4}
 
 

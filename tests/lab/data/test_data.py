@@ -290,7 +290,7 @@ def test_multi30k_has_its_published_sizes():
     if not (data / "train.de.gz").exists():
         pytest.skip(f"no Multi30k in {data}; set HF_FREEZE_DATA to the folder that holds multi30k/")
     recipe = load_recipe(root / "recipes" / "freeze_ablation" / "multi30k.yaml", [f"data.root={data}"])
-    splits = load_data(recipe["data"])
+    splits = load_data(recipe.data)
     assert {name: len(split) for name, split in splits.items()} == {"train": 29_000, "dev": 1014, "test": 1000}
     first = splits["train"][0]
     assert first["source"] == "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche."

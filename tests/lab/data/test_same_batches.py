@@ -13,6 +13,7 @@ from transformers import Seq2SeqTrainingArguments
 
 from hf_freeze import make_variant
 from hf_freeze.data import TokenBatchSampler, train_tokenizer
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.runs.text_training import backbone_config
 from hf_freeze.lab.tasks.registry import task_of
 
@@ -34,12 +35,12 @@ SIZES = {"data": {"builtin": {"seed": 0, "train": 700, "dev": 30, "test": 30}, "
 def batches_of(task_name, folder, epochs=3):
     """Every batch of the Trainer's loader, in every epoch, as lists; then those of the dev set."""
     recipe = changed(TINY, RECIPES[task_name] | SIZES)
-    run = recipe | recipe["presets"]["small"]
+    run = Run(row="0", seed=1, label="", name="tiny", task=task_name, data=recipe["data"], **recipe["presets"]["small"])
     task = task_of(task_name)
-    splits = task.load(run["data"])
-    kind = run["tokenizer"].get("kind", task.tokenizer)
-    tokenizer = train_tokenizer(task.texts(splits["train"]), run["tokenizer"]["vocab_size"], kind, eos=task.eos)
-    config = backbone_config(run["backbone"], tokenizer, **task.config(splits["train"]))
+    splits = task.load(run.data)
+    kind = run.tokenizer.kind or task.tokenizer
+    tokenizer = train_tokenizer(task.texts(splits["train"]), run.tokenizer.vocab_size, kind, eos=task.eos)
+    config = backbone_config(run.backbone, tokenizer, **task.config(splits["train"]))
     tokenizer.model_max_length = config.max_position_embeddings
     encoded = {name: task.encode(split, tokenizer, run) for name, split in splits.items()}
     model = make_variant(config, [], task=task.head, seed=1)
@@ -51,7 +52,7 @@ def batches_of(task_name, folder, epochs=3):
         train_dataset=encoded["train"],
         data_collator=task.collator(tokenizer, model),
         processing_class=tokenizer,
-        max_tokens=run["training"]["max_tokens"],
+        max_tokens=run.training.max_tokens,
     )
     loader = trainer.get_train_dataloader()
     for epoch in range(epochs):

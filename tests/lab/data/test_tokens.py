@@ -29,6 +29,8 @@ from hf_freeze.lab.data import (
     tokens,
     train_tokenizer,
 )
+from hf_freeze.lab.recipes.recipe import Run
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.runs.processes import Processes
 from hf_freeze.lab.runs.text_training import backbone_config
 from hf_freeze.lab.tasks.registry import task_of
@@ -308,13 +310,13 @@ def test_a_text_shorter_than_a_block(tmp_path):
 
 def trainer_of(folder, data, task_name="translation", **arguments):
     recipe = changed(TINY, {"translation": {}, "language-modelling": LM, "masked-lm": MASKED}[task_name])
-    run = recipe | recipe["presets"]["small"]
+    run = Run(row="0", seed=1, label="", name="tiny", task=task_name, data=recipe["data"], **recipe["presets"]["small"])
     task = task_of(task_name)
-    splits = task.load(data)
+    splits = task.load(Data(**data))
     tokenizer = tokens.tokenizer_for(
-        task.texts(splits["train"]), 100, run["tokenizer"].get("kind", task.tokenizer), eos=task.eos
+        task.texts(splits["train"]), 100, run.tokenizer.kind or task.tokenizer, eos=task.eos
     )
-    config = backbone_config(run["backbone"], tokenizer)
+    config = backbone_config(run.backbone, tokenizer)
     tokenizer.model_max_length = config.max_position_embeddings
     model = make_variant(config, [], task=task.head, seed=1)
     settings = {"use_cpu": True, "report_to": "none", "seed": 3, "disable_tqdm": True} | arguments

@@ -16,7 +16,6 @@ from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
 from hf_freeze.lab.runs import text_training
 from hf_freeze.lab.runs.execute import execute
-from hf_freeze.run_folder import run_folder
 
 
 class Filler(text_training._ReportProgress):
@@ -37,7 +36,7 @@ def fill(run, folder: Path, limit: int) -> str:
     if os.fork() == 0:
         Filler.limit = limit
         try:
-            execute(run, run_folder(folder / str(limit), run))
+            execute(run, run.folder(folder / str(limit)))
             message = "nothing was raised"
         except BaseException as error:
             message = f"{type(error).__name__}: {error}".splitlines()[-1]
