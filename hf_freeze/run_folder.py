@@ -10,7 +10,6 @@ LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, 
 HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
 HEAD_TESTS = "head_tests.json"  # beside it: name of a score -> attention -> a corrected p for each head
 MAPS = "maps.json"  # in the folder of a run: what the pictures of its attentions and embeddings show
-NOTHING = "nothing"  # `scored_on` of a run that only others start from
 
 
 def run_folder(out: Path, run: dict[str, Any]) -> Path:

@@ -2,4 +2,4 @@
 
 from hf_freeze.install import require
 
-require("lab", "the laboratory, hf_freeze.lab,", "datasets", "evaluate", "sklearn")
+require("lab", "the laboratory, hf_freeze.lab,", "datasets", "evaluate", "pydantic", "sklearn")

@@ -47,6 +47,8 @@ TELLING = [
     "methods low_rank",
     "methods --markdown",
     "recipes",
+    "recipes --schema",
+    "recipes --markdown",
     "architectures",
     "describe roberta",
     "--version",

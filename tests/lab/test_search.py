@@ -15,7 +15,8 @@ from support.cases import ALL
 from support.recipes import SHORT, TINY, changed, cli, figures, one_line_error, write_recipe
 
 from hf_freeze.lab.recipes.load import load_recipe
-from hf_freeze.lab.recipes.space import Range, SearchSettings
+from hf_freeze.lab.recipes.rows import SearchSettings
+from hf_freeze.lab.recipes.space import Range
 from hf_freeze.lab.runs import grid
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.text_training import Paused

@@ -11,24 +11,10 @@ import yaml
 from hf_freeze.analysis.accounting import count_parameters
 from hf_freeze.lab.init.backbone import Backbone
 from hf_freeze.lab.init.goals import Goal
+from hf_freeze.lab.recipes.settings import Backbone as BackboneSection
+from hf_freeze.lab.recipes.settings import Data, Tokenizer, Training
 
-_COMMENTS = {  # of the fields of sections
-    "builtin": "text of a generated language, which needs no download",
-    "root": "where the files are; --set data.root=FOLDER changes it",
-    "source": "the column of the source, and below that of the target",
-    "column": "of the text",
-    "columns": "of the texts; two are a pair",
-    "holdout": "items of train that are the dev split instead; the epoch of the lowest loss on it is kept",
-    "holdout_test": "items of train that are the test split instead, which is used once, at the end",
-    "vocab_size": "types of the tokenizer, which is trained on the training split",
-    "pretrained": "with its own tokenizer",
-    "epochs": "the best of them on the dev split is kept",
-    "max_tokens": "of a batch, padding included",
-    "learning_rate": "the highest, after the warm-up",
-    "warmup_steps": "in which it rises; then it falls to 0",
-    "block_size": "tokens of a piece of text",
-    "bf16": "auto: where the machine is faster with it",
-}
+_SECTIONS = {"data": Data, "tokenizer": Tokenizer, "backbone": BackboneSection, "training": Training}
 
 
 def recipe_text(name: str, task: str, data: dict[str, Any], backbone: Backbone, goal: Goal, command: str) -> str:
@@ -36,7 +22,8 @@ def recipe_text(name: str, task: str, data: dict[str, Any], backbone: Backbone, 
     lines = [f"# To find out {goal.about}. Written by", f"#   {command}", f"name: {_inline(name)}"]
     lines += [f"about: {_inline(goal.about)}", f"task: {task}", ""]
     for section, fields in ({"data": data} | backbone.sections).items():
-        lines += [f"{section}:", *(_field(key, value) for key, value in fields.items()), ""]
+        help = {key: info.description for key, info in _SECTIONS[section].model_fields.items()}
+        lines += [f"{section}:", *(_field(key, value, help[key]) for key, value in fields.items()), ""]
     lines += ["seeds: [1] # each row is run with each seed; three tell what is chance", ""]
     lines += [f"# {note}" for note in goal.notes] + ["rows:"]
     for row, settings in goal.rows.items():
@@ -81,11 +68,10 @@ def recipe_name(path: Path) -> str:
     return re.sub(r"[^\w.-]+", "-", path.stem).strip("-.") or "recipe"
 
 
-def _field(key: str, value: Any) -> str:
+def _field(key: str, value: Any, help: str | None) -> str:
     if isinstance(value, Mapping) and len(value) > 3:
         return "\n".join([f"  {key}:", *(f"    {name}: {_inline(inner)}" for name, inner in value.items())])
-    comment = f" # {_COMMENTS[key]}" if key in _COMMENTS else ""
-    return f"  {key}: {_inline(value)}{comment}"
+    return f"  {key}: {_inline(value)} # {help}"
 
 
 def _inline(value: Any, *, quoted: bool = False) -> str:

@@ -125,7 +125,7 @@ class _Finding:
     def _about_key(self, where: str, names: list[Any]) -> str:
         if not names:  # of a row
             if self.kind == "string_type":
-                return f"{where} must be a quoted name"
+                return f"{where.replace(repr(self.names[1]), str(self.names[1]))} must be a quoted name"
             return f"{where} names a folder: letters, digits, '.', '_' and '-' only"
         choices = re.findall(r"'([^']*)'", self.context.get("expected", ""))
         *parents, key = names

@@ -88,8 +88,7 @@ class Origin(Settings):
 
 
 class Run(Origin):
-    """One row of a grid with one seed. `scored_on`: the split of its scores, or nothing; `trainer`: "module:class", instead of
-    the task's."""
+    """One row of a grid with one seed. `scored_on`: the split of its scores."""
 
     name: str
     task: TaskName
@@ -104,8 +103,7 @@ class Run(Origin):
     label: Annotated[str, Field(coerce_numbers_to_str=True)]
     head_scores: list[str] = Field([])
     pictures: list[str] = Field([])
-    scored_on: Literal["test", "dev", "nothing"] = "test"
-    trainer: str | None = None
+    scored_on: Literal["test", "dev"] = "test"
 
     @property
     def pretrained(self) -> str | None:

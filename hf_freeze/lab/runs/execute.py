@@ -43,7 +43,7 @@ def execute(
 
     `until`: raise Paused at the first checkpoint of that many epochs or more; called again, the run goes on from it and ends with
     the figures of one that never paused. A run with `scored_on: dev` never sees the test split: what its record calls test is
-    of the dev split. One that is scored on nothing has a dev loss alone.
+    of the dev split.
     """
     started = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)

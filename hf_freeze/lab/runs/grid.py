@@ -4,28 +4,26 @@ Finished runs are skipped, interrupted runs resume from their last checkpoint.
 """
 
 import json
-import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.recipe import Recipe, Run
 from hf_freeze.lab.runs.claim import check_files, check_folder, check_free, check_other_grid, claim_all
 from hf_freeze.lab.runs.collect import write_results
+from hf_freeze.lab.runs.drive import drive, error_of
 from hf_freeze.lab.runs.launcher import is_first_process, is_launched
 from hf_freeze.lab.runs.on_ray import RayOptions, RayTasks
 from hf_freeze.lab.runs.precision import precision_of
 from hf_freeze.lab.runs.processes import Processes
-from hf_freeze.lab.runs.progress import show_progress, summary_line
+from hf_freeze.lab.runs.progress import summary_line
 from hf_freeze.lab.runs.reuse import reuse_finished
 from hf_freeze.lab.runs.tracking import check_tracker
 from hf_freeze.model.loading import check_exists
-from hf_freeze.run_folder import NOTHING
 from hf_freeze.terminal import OneLineError
 
 
@@ -42,22 +40,15 @@ def run_grid(
     command: str | None = None,
     resume_anyway: bool = False,
     ray: RayOptions | None = None,
-    scored_on: str = "test",
-    unscored: Collection[str] = (),
-    trainer: str | None = None,
     reuse: Iterable[Path] = (),
-    watch: Callable[[Run, dict[str, Any]], Any] = lambda run, message: None,
 ) -> list[dict[str, Any]]:
     """Execute every run of `recipe` that `out` does not hold yet, `jobs` at a time; returns the records in grid order.
     A run that starts from another one waits until that one is finished, and fails with it.
 
     `ray`: the runs are tasks of Ray, as many at a time as its nodes have room for; `out` is on storage that all nodes see.
     Under a launcher (torchrun, accelerate launch) all processes work on one run after the other. `resume_anyway`: go on with
-    a checkpoint that another version, commit, device or number of threads or processes left. `scored_on`: "dev" for runs that
-    must not see the test split. `unscored`: rows that only others start from, which have no score but the dev loss. `trainer`:
-    "module:class", instead of the task's. `reuse`: folders of other grids, whose finished runs of the same settings are copied
-    (`reuse_finished`). `watch(run, message)` is called with what a run says, and with {"stage": "finished"}
-    after its end; an exception in it stops all runs at their last checkpoints.
+    a checkpoint that another version, commit, device or number of threads or processes left. `reuse`: folders of
+    other grids, whose finished runs of the same settings are copied (`reuse_finished`).
 
     Writes `out/results.jsonl`, of all finished runs there, and `command` for the report. Raises ValueError where the recipe has
     no rows or `out` holds runs of another one, and FailedRuns at the end where runs failed; their tracebacks are in their
@@ -78,11 +69,6 @@ def run_grid(
         raise ValueError(f"{recipe.name} has no rows to run; its space is for hf-freeze search")
     every = expand(recipe.changed(only=None))  # the order of a report
 
-    def completed(run: Run) -> Run:
-        split = NOTHING if run.row in unscored else scored_on
-        return run.changed(**{"scored_on": split} if split != "test" else {}, **{"trainer": trainer} if trainer else {})
-
-    runs, every = (list(map(completed, some)) for some in (runs, every))
     check_files(recipe.data)
     check_tracker(recipe.report_to)
     for name in {run.pretrained for run in runs if run.pretrained is not None}:
@@ -111,7 +97,7 @@ def run_grid(
             workers = Processes(jobs, resume_anyway)
         else:
             workers = RayTasks(ray, resume_anyway, lambda text: console.print(escape(text), soft_wrap=True))
-        failed = _execute_all(waiting, out, workers, console, lambda: write_results(out, every), watch)
+        failed = _execute_all(waiting, out, workers, console, lambda: write_results(out, every))
     records = write_results(out, every)
     if failed:
         raise FailedRuns(f"{len(failed)} of {len(runs)} runs failed; see {failed[0] / 'error.log'}")
@@ -119,83 +105,50 @@ def run_grid(
 
 
 def _execute_all(
-    waiting: list[Run],
-    out: Path,
-    workers: Processes | RayTasks,
-    console: Console,
-    finished: Callable[[], Any],
-    watch: Callable[[Run, dict[str, Any]], Any],
+    waiting: list[Run], out: Path, workers: Processes | RayTasks, console: Console, finished: Callable[[], Any]
 ) -> list[Path]:
     """Run all of `waiting`, calling `finished` after each; returns the folders of those that failed."""
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-    bars = Progress(TextColumn("{task.description}"), *columns, console=console)
-    waiting, failed = list(waiting), []
-    running: dict[Path, Run] = {}
-    tasks: dict[Path, tuple[Any, float]] = {}  # of those that have said something
-    try:
-        with bars:
-            everything = bars.add_task("all runs", total=len(waiting), note="")
-            while waiting or running:
-                while workers.has_room() and (run := next((run for run in waiting if _is_ready(run, out)), None)):
-                    waiting.remove(run)
-                    running[run.folder(out)] = run
-                    workers.start(run, run.folder(out))
-                folder, message = workers.message() or (None, {})
-                if folder in running:  # else the last words of a run that has ended
-                    if folder not in tasks:
-                        named = f"row {running[folder].row} seed {running[folder].seed}"
-                        tasks[folder] = bars.add_task(named, total=None, note=""), time.monotonic()
-                    show_progress(bars, tasks[folder][0], message, console, folder.name)
-                    watch(running[folder], message)
-                for folder, reason in workers.ended():
-                    run = running.pop(folder)
-                    task, started = tasks.pop(folder, (None, time.monotonic()))
-                    if task is not None:
-                        bars.remove_task(task)
-                    bars.advance(everything)
-                    if not _succeeded(folder, reason, time.monotonic() - started, console):
-                        failed.append(folder)
-                        while later := next(
-                            (one for one in waiting if set(one.needed_folders(out)) & set(failed)), None
-                        ):
-                            waiting.remove(later)
-                            _give_up(out, later, failed, console)
-                            failed.append(later.folder(out))
-                            bars.advance(everything)
-                    finished()
-                    watch(run, {"stage": "finished"})
-    finally:
-        workers.close()
-    return failed
+    queue = _Waiting(waiting, out, console, finished)
+    drive(queue, workers, len(waiting), "all runs", console, console)
+    return queue.failed
 
 
-def _is_ready(run: Run, out: Path) -> bool:
-    return all(origin.is_finished(out) for origin in run.origins.values())
+class _Waiting:
+    """The runs of a grid that are not finished. Each begins when those that it needs have ended, and fails with them."""
 
+    def __init__(self, runs: list[Run], out: Path, console: Console, finished: Callable[[], Any]) -> None:
+        self.runs, self.out, self.console, self.finished = list(runs), out, console, finished
+        self.failed: list[Path] = []
+        self._done = 0
 
-def _give_up(out: Path, run: Run, failed: list[Path], console: Console) -> None:
-    folder = run.folder(out)
-    verb, origin = next((verb, origin) for verb, origin in run.origins.items() if origin.folder(out) in failed)
-    reason = f"row {origin.row} with seed {origin.seed} failed, from which it {verb}"
-    (folder / "error.log").write_text(reason + "\n", encoding="utf-8")
-    console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(reason)}", soft_wrap=True)
+    def next(self) -> tuple[Run, Path, float | None] | None:
+        for run in self.runs:
+            if all(origin.is_finished(self.out) for origin in run.origins.values()):
+                self.runs.remove(run)
+                return run, run.folder(self.out), None
+        return None
 
+    def done(self) -> int:
+        return self._done
 
-def _succeeded(folder: Path, reason: str, seconds: float, console: Console) -> bool:
-    if (folder / "metrics.json").exists():
-        record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-        console.print(escape(summary_line(record, seconds)), soft_wrap=True)
-        return True
-    log = folder / "error.log"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    if not lines:
-        lines = [reason]
-        log.write_text(lines[0] + "\n")
-    console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(lines[-1])}", soft_wrap=True)
-    return False
+    def ended(self, folder: Path, reason: str, seconds: float) -> None:
+        self._done += 1
+        if (folder / "metrics.json").exists():
+            record = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+            self.console.print(escape(summary_line(record, seconds)), soft_wrap=True)
+        else:
+            self._fail(folder, error_of(folder, reason))
+        self.finished()
+
+    def _fail(self, folder: Path, why: str) -> None:
+        """Also what waits for it, and what waits for that."""
+        self.console.print(f"[red]{escape(str(folder))} failed[/red]: {escape(why)}", soft_wrap=True)
+        self.failed.append(folder)
+        for run in list(self.runs):
+            for verb, origin in run.origins.items():
+                if run in self.runs and origin.folder(self.out) == folder:
+                    self.runs.remove(run)
+                    self._done += 1
+                    why = f"row {origin.row} with seed {origin.seed} failed, from which it {verb}"
+                    (run.folder(self.out) / "error.log").write_text(why + "\n", encoding="utf-8")
+                    self._fail(run.folder(self.out), why)

@@ -1,6 +1,5 @@
 """A run of a transformer of text: its data, model, teacher, trainer, training and testing, one step after the other."""
 
-import importlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from transformers import EarlyStoppingCallback, Seq2SeqTrainingArguments, TrainerCallback
@@ -27,7 +25,6 @@ from hf_freeze.lab.tasks import translation
 from hf_freeze.lab.tasks.base import Job, Outcome, ProgressCallback, Task, Trained
 from hf_freeze.lab.training import TokenBatchTrainer
 from hf_freeze.lab.training.precision import uses_bf16
-from hf_freeze.run_folder import NOTHING
 from hf_freeze.training import VariantCallback, parameter_groups
 
 
@@ -166,7 +163,7 @@ class TextRun:
         return ["train"] * trained + [name for name in self.splits if name in ("dev", self.run.scored_on)]
 
     def _trainer(self, *, best: bool, **more: Any) -> TokenBatchTrainer:
-        return _trainer_class(self.task, self.run)(
+        return self.task.trainer(
             model=self.model,
             args=training_arguments(self.run, self.job.folder, best=best),
             data_collator=self.task.collator(self.tokenizer, self.model),
@@ -204,9 +201,7 @@ class TextRun:
         """Score the model, measure what the row asks for, and write it with its tokenizer."""
         self.job.report({"stage": "testing"})
         tested = time.perf_counter()
-        outcome = Outcome(metrics={}, items=np.zeros((0, 1)))
-        if self.run.scored_on != NOTHING:
-            outcome = self._score(trainer, self.run.scored_on, self.job.folder)
+        outcome = self._score(trainer, self.run.scored_on, self.job.folder)
         dev = trainer.evaluate()
         self._measure(trainer)
         test_seconds = time.perf_counter() - tested
@@ -266,14 +261,6 @@ def new_tokenizer(task: Task, settings: Tokenizer, split: Any) -> Any:
     """The tokenizer of a fresh model, trained on the training `split`."""
     kind = settings.kind or task.tokenizer
     return hf_data.tokenizer_for(task.texts(split), settings.vocab_size, kind, eos=task.eos)
-
-
-def _trainer_class(task: Task, run: Run) -> type[TokenBatchTrainer]:
-    """The task's, or the one that Python named (`run_grid`); recipes name none."""
-    if run.trainer is None:
-        return task.trainer
-    module, _, name = run.trainer.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _tokenising(report: ProgressCallback, name: str, done: int, rows: int) -> None:

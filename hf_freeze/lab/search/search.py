@@ -9,14 +9,13 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from optuna.trial import Trial
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hf_freeze.io import write_whole
 from hf_freeze.lab.recipes.check import check
@@ -26,10 +25,10 @@ from hf_freeze.lab.recipes.rows import Row
 from hf_freeze.lab.recipes.space import space_of
 from hf_freeze.lab.runs.claim import check_files, check_folder, claim_all
 from hf_freeze.lab.runs.collect import write_results
+from hf_freeze.lab.runs.drive import drive, error_of
 from hf_freeze.lab.runs.grid import FailedRuns
 from hf_freeze.lab.runs.on_ray import RayOptions, RayTasks
 from hf_freeze.lab.runs.processes import Processes
-from hf_freeze.lab.runs.progress import show_progress
 from hf_freeze.lab.runs.tracking import check_tracker
 from hf_freeze.lab.search import study as study_module
 from hf_freeze.lab.search.costs import Costs, Counter, costs_of
@@ -52,7 +51,6 @@ class _Job:
     costs: Costs | None = None
     until: float | None = None
     seconds: float = 0.0
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def name(self) -> str:
@@ -111,6 +109,8 @@ class Search:
         self._waiting: deque[_Job] = deque()
         self._counter: Counter | None = None
         self._failed: list[Path] = []
+        self._running: dict[Path, _Job] = {}
+        self._trials = 0
 
     def run(self, trials: int) -> Found:
         """Train until `trials` trials were trained, those of earlier calls and other processes included; what was drawn and
@@ -123,34 +123,26 @@ class Search:
         if (first := self._next(trials)) is None:
             return self._found(time.monotonic() - began)
         self._waiting.appendleft(first)
-        workers = self._workers()
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        bars = Progress(
-            TextColumn("{task.description}"), *columns, TextColumn("{task.fields[note]}"), console=self.console
-        )
-        running: dict[Path, _Job] = {}
-        tasks: dict[Path, Any] = {}
-        try:
-            with bars:
-                everything = bars.add_task("trials", total=trials, completed=self._ended(), note="")
-                while True:
-                    while workers.has_room() and (job := self._next(trials)) is not None:
-                        folder = job.run.folder(self.grid)
-                        job.started, running[folder] = time.monotonic(), job
-                        tasks[folder] = bars.add_task(job.name, total=None, note="")
-                        workers.start(job.run, folder, job.until)
-                    if not running:
-                        break
-                    folder, message = workers.message() or (None, {})
-                    if folder in running:
-                        show_progress(bars, tasks[folder], message, _QUIET, folder.name)
-                    for folder, reason in workers.ended():
-                        bars.remove_task(tasks.pop(folder))
-                        self._after(running.pop(folder), reason)
-                        bars.update(everything, completed=self._ended())
-        finally:
-            workers.close()
+        self._trials = trials
+        drive(self, self._workers(), trials, "trials", self.console, _QUIET)
         return self._found(time.monotonic() - began)
+
+    def next(self) -> tuple[Run, Path, float | None] | None:
+        """As `drive` asks for it."""
+        if (job := self._next(self._trials)) is None:
+            return None
+        folder = job.run.folder(self.grid)
+        self._running[folder] = job
+        return job.run, folder, job.until
+
+    def ended(self, folder: Path, reason: str, seconds: float) -> None:
+        """As `drive` says it."""
+        job = self._running.pop(folder)
+        job.seconds += seconds
+        self._after(job, reason)
+
+    def done(self) -> int:
+        return self.study.count_trained(ended=True)
 
     def train_other_seeds(self, names: Iterable[str]) -> None:
         """Train the named rows with the other seeds of the recipe too."""
@@ -181,9 +173,6 @@ class Search:
             self.console.print(escape(text), soft_wrap=True)
 
         return RayTasks(self.ray, self._resume_anyway, say, jobs=self.jobs or math.inf, begin_again=True)
-
-    def _ended(self) -> int:
-        return self.study.count_trained(ended=True)
 
     def _grid_of(self, rows: dict[str, Row], seeds: list[int]) -> Recipe:
         """The recipe with other rows, and nothing to search."""
@@ -279,23 +268,18 @@ class Search:
 
     def _after(self, job: _Job, reason: str) -> None:
         folder = job.run.folder(self.grid)
-        job.seconds += time.monotonic() - job.started
         paused = job.until is not None and dev_loss_at(folder, job.until) is not None
         if (folder / "metrics.json").exists() or paused:
             self._advance(job)
             return
-        log = folder / "error.log"
-        lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-        if not lines:
-            lines = [reason]
-            log.write_text(reason + "\n", encoding="utf-8")
+        why = error_of(folder, reason)
         self._failed.append(folder)
-        self._say(job, f"[red]failed[/red]: {escape(lines[-1])}")
+        self._say(job, f"[red]failed[/red]: {escape(why)}")
         if job.trial is not None:
-            self.study.fail(job.trial, lines[-1])
+            self.study.fail(job.trial, why)
         self.locks.give(job.name)
         if len(self._failed) >= _FAILURES and not self.study.finished():
-            raise FailedRuns(f"the first {len(self._failed)} trials failed; see {log}")
+            raise FailedRuns(f"the first {len(self._failed)} trials failed; see {folder / 'error.log'}")
 
     def _advance(self, job: _Job) -> None:
         """Queue a job for its next rung, or end its trial."""

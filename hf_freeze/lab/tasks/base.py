@@ -98,6 +98,11 @@ class OwnTask:
     execute: Callable[[Job], Trained]
 
 
+def label_fields(names: Sequence[str]) -> dict[str, Any]:
+    """Fields of the config that name the classes."""
+    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+
+
 def tested(columns: Callable[[np.ndarray, Any], np.ndarray]) -> Callable[..., Outcome]:
     """A `test` by what the trainer scores. `columns(items, encoded split)`: what each item adds to the score."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from hf_freeze.lab import data as hf_data
 from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.recipes.settings import SPLITS, Data
-from hf_freeze.lab.tasks.base import Outcome, scored
+from hf_freeze.lab.tasks.base import Outcome, label_fields, scored
 from hf_freeze.lab.tasks.labelled import encode, labelled_reader, refuse_label, task_of_labelled
 from hf_freeze.lab.tasks.splits import first, read_all, take
 from hf_freeze.lab.training import ClassificationTrainer
@@ -77,11 +77,6 @@ def _spelling(labels: set[str]) -> Callable[[str], str]:
     return str
 
 
-def _labels(split: datasets.Dataset) -> dict[str, Any]:
-    names = split.features["label"].names
-    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-
-
 def _test(run: Run, folder: Path, trainer: Any, tokenizer: Any, split: Any, encoded: Any) -> Outcome:
     names, metric = split.features["label"].names, run.metric or "accuracy"
     if metric != "accuracy" and len(names) != 2:
@@ -94,4 +89,9 @@ def _test(run: Run, folder: Path, trainer: Any, tokenizer: Any, split: Any, enco
     return Outcome(metrics=metrics, items=np.column_stack([added, encoded["labels"]]).astype(np.int64))
 
 
-TASK = task_of_labelled(load=load_data, test=_test, trainer=ClassificationTrainer, config=_labels)
+TASK = task_of_labelled(
+    load=load_data,
+    test=_test,
+    trainer=ClassificationTrainer,
+    config=lambda split: label_fields(split.features["label"].names),
+)

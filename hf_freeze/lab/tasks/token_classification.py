@@ -13,7 +13,7 @@ from hf_freeze.lab import data as hf_data
 from hf_freeze.lab.data import Progress
 from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.recipes.settings import Data
-from hf_freeze.lab.tasks.base import Outcome, Task
+from hf_freeze.lab.tasks.base import Outcome, Task, label_fields
 from hf_freeze.lab.tasks.splits import read_splits, reader
 from hf_freeze.lab.training.token_classification import EntityTrainer
 
@@ -59,11 +59,6 @@ def _names(split: datasets.Dataset) -> list[str]:
     return feature.feature.names
 
 
-def _labels(split: datasets.Dataset) -> dict[str, Any]:
-    names = _names(split)
-    return {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-
-
 def encode(
     split: datasets.Dataset, tokenizer: Any, run: Run | None = None, progress: Progress | None = None
 ) -> datasets.Dataset:
@@ -101,5 +96,5 @@ TASK = Task(
     test=_test,
     trainer=EntityTrainer,
     collator=lambda tokenizer, model: DataCollatorForTokenClassification(tokenizer),
-    config=_labels,
+    config=lambda split: label_fields(_names(split)),
 )

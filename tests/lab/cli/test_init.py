@@ -112,7 +112,7 @@ def test_a_fresh_model_on_the_built_in_data(task, goal, place):
     text = (place / "recipe.yaml").read_text()
     assert f"hf-freeze init --task {task} --model new --data builtin --goal {goal} --out recipe.yaml\n" in text
     assert "epochs: " in text
-    assert "# the best of them on the dev split is kept" in text
+    assert "# Passes over train; the best on the dev split is kept." in text
     commands = [shlex.split(line, comments=True) for line in printed.splitlines()[1:]]
     third = {"study": "run", "shrink": "export", "budget": "compress"}[goal]
     assert [command[:2] for command in commands] == [["hf-freeze", "run"]] * 2 + [["hf-freeze", third]]
