@@ -24,6 +24,7 @@ import transformers
 
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.runs.environment import environment
 from hf_freeze.lab.runs.launcher import leave_processes
 from hf_freeze.lab.training.precision import uses_bf16
@@ -46,7 +47,7 @@ def parser(docstring: str | None, *, presets: bool = True) -> argparse.ArgumentP
     return new_parser
 
 
-def rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def rows(options: argparse.Namespace) -> dict[str, Run]:
     """{row: its run} of the freeze ablation recipe with `--preset` and `--set`."""
     runs = expand(load_recipe(RECIPE, [f"preset={options.preset}", *options.set]))
     for run in runs:
@@ -54,7 +55,7 @@ def rows(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     return {run.row: run for run in runs}
 
 
-def config(run: dict[str, Any], vocabulary: int) -> Any:
+def config(run: Run, vocabulary: int) -> Any:
     """The run's backbone for a vocabulary without a tokenizer."""
     return transformers.AutoConfig.for_model(
         run.backbone.model_type,

@@ -90,10 +90,10 @@ def main() -> None:
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     runs = _shared.rows(options)
-    vocabulary = options.vocab or runs["0"]["tokenizer"]["vocab_size"]
+    vocabulary = options.vocab or runs["0"].tokenizer.vocab_size
 
     def make(row: str) -> Any:
-        methods = [method_from_dict(method) for method in runs[row]["methods"]]
+        methods = [method_from_dict(method) for method in runs[row].methods]
         return make_variant(_shared.config(runs[row], vocabulary), methods, task="seq2seq-lm", init="marian")
 
     variant, dense = make(options.row), make("0")
@@ -132,7 +132,7 @@ def main() -> None:
     lines = []
     for name, row in (("variant", options.row), ("dense", "0")):
         (save, load), size = (statistics.median(rounds) for rounds in times[name]), sizes[name]
-        lines.append([runs[row]["label"], f"{size['tensors']:,}", f"{size['tensors'] - expected[name]:,}",
+        lines.append([runs[row].label, f"{size['tensors']:,}", f"{size['tensors'] - expected[name]:,}",
                       f"{size['header']:,}", f"{size['other']:,}", f"{save:.2f}", f"{limits[name][0]:.2f}", f"{load:.2f}",
                       f"{limits[name][1]:.2f}", f"{cold[name]:.2f}",
                       f"{sum(size.values()) / BYTES_PER_SECOND + load:.2f}"])  # fmt: skip

@@ -77,7 +77,7 @@ def main() -> None:
     recipe = load_recipe(options.data, options.set)
     whole, rows = options.folders[0] / "engine" / "whole", rows_of(options.folders, options.label)
     splits = task_of(recipe.task).load(recipe.data)
-    folders, decoding = [whole, *(folder for row in rows for folder in row.folders)], recipe.get("decoding", {})
+    folders, decoding = [whole, *(folder for row in rows for folder in row.folders)], recipe.decoding.given()
     items = {folder: items_of(folder, recipe.task, splits["test"], decoding) for folder in folders}
     translates = recipe.task == "translation"
     texts = list(splits["dev"]["source" if translates else "sentence"])

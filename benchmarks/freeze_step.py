@@ -46,9 +46,7 @@ from hf_freeze.training import label_smoothed_loss
 def make(run: dict[str, Any], vocabulary: int, by_hand: bool) -> Any:
     def variant() -> Any:
         methods = [method_from_dict(method) for method in run.methods]
-        return make_variant(
-            _shared.config(run, vocabulary), methods, task="seq2seq-lm", init="marian", seed=run.seed
-        )
+        return make_variant(_shared.config(run, vocabulary), methods, task="seq2seq-lm", init="marian", seed=run.seed)
 
     if by_hand:
         with torch.device("meta"):

@@ -39,7 +39,7 @@ from hf_freeze.io import write_whole
 from hf_freeze.lab import data
 from hf_freeze.lab.runs.environment import environment
 from hf_freeze.lab.runs.text_training import choose_attention
-from hf_freeze.run_folder import LATENCY, teacher_folder
+from hf_freeze.run_folder import LATENCY, run_folder
 from hf_freeze.training import label_smoothed_loss
 
 BAR = 1.05
@@ -82,7 +82,7 @@ def load(folder: Path) -> Any:
     choose_attention(model)
     if getattr(model, "needs_teacher", False):
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        model.set_teacher(load(teacher_folder(folder.parent, run)))
+        model.set_teacher(load(run_folder(folder.parent, run["teacher"])))
     return model
 
 

@@ -35,6 +35,7 @@ from transformers.utils import logging
 
 from hf_freeze import make_variant, multiply_adds
 from hf_freeze.lab import data
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.runs.text_training import backbone_config, choose_attention, training_arguments
 from hf_freeze.lab.tasks import translation
 from hf_freeze.lab.training import TokenBatchTrainer
@@ -67,9 +68,7 @@ class Meter(TrainerCallback):
         return elapsed / steps, targets / elapsed, 1 - tokens / positions
 
 
-def trainer_turn(
-    model: Any, run: dict[str, Any], dataset: Any, meter: Meter, steps: int, sentences: int | None
-) -> None:
+def trainer_turn(model: Any, run: Run, dataset: Any, meter: Meter, steps: int, sentences: int | None) -> None:
     """Train with the Trainer's defaults and `sentences` sentences per batch, or if None with our trainer."""
     settings = run.training
     with tempfile.TemporaryDirectory() as folder:
@@ -78,36 +77,36 @@ def trainer_turn(
         arguments.load_best_model_at_end = False
         shared = {"model": model, "args": arguments, "train_dataset": dataset, "data_collator": meter}
         if sentences is None:
-            loss = label_smoothed_loss(settings["label_smoothing"])
-            trainer: Any = TokenBatchTrainer(**shared, compute_loss_func=loss, max_tokens=settings["max_tokens"])
+            loss = label_smoothed_loss(settings.label_smoothing)
+            trainer: Any = TokenBatchTrainer(**shared, compute_loss_func=loss, max_tokens=settings.max_tokens)
         else:
             arguments.per_device_train_batch_size = sentences
-            arguments.label_smoothing_factor = settings["label_smoothing"]
+            arguments.label_smoothing_factor = settings.label_smoothing
             trainer = Seq2SeqTrainer(**shared)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(meter)
         trainer.train()
 
 
-def sampler(run: dict[str, Any], dataset: Any) -> data.TokenBatchSampler:
+def sampler(run: Run, dataset: Any) -> data.TokenBatchSampler:
     sources, targets = ([len(ids) for ids in dataset[column]] for column in ("input_ids", "labels"))
     return data.TokenBatchSampler(sources, targets, run.training.max_tokens, seed=run.seed)
 
 
-def plain_turn(model: Any, run: dict[str, Any], dataset: Any, meter: Meter, steps: int) -> None:
+def plain_turn(model: Any, run: Run, dataset: Any, meter: Meter, steps: int) -> None:
     settings = run.training
-    optimizer = torch.optim.AdamW(model.parameters(), settings["learning_rate"], betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     device = model.device.type
     model.train()
     for _, indices in zip(range(steps), sampler(run, dataset), strict=False):
         batch = meter(dataset.__getitems__(indices)).to(device)
         labels = batch.pop("labels")
-        with torch.autocast(device, torch.bfloat16, enabled=settings["bf16"]):
+        with torch.autocast(device, torch.bfloat16, enabled=settings.bf16):
             logits = model(**batch).logits.float()
-        smoothing = settings["label_smoothing"]
+        smoothing = settings.label_smoothing
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["max_grad_norm"])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         meter.on_step_end()
@@ -122,7 +121,6 @@ def main() -> None:
     options = parser.parse_args()
     logging.set_verbosity_error()
     run = _shared.rows(options)["0"]
-    run.training.setdefault("max_grad_norm", 1.0)
     text = data.read_parallel(options.source, options.target) if options.source else data.builtin_corpus()["train"]
     vocabulary = run.tokenizer.vocab_size if options.source else 800
     tokenizer = data.train_tokenizer([*text["source"], *text["target"]], vocabulary)

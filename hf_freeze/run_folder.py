@@ -16,21 +16,6 @@ def run_folder(out: Path, run: dict[str, Any]) -> Path:
     return out / f"row-{run['row']}-seed-{run['seed']}"
 
 
-def start_folder(out: Path, run: dict[str, Any]) -> Path | None:
-    """The folder of the run that `run` starts from, in `out` or another grid; None where it starts from fresh weights."""
-    return run_folder(Path(run["start"].get("grid", out)), run["start"]) if "start" in run else None
-
-
-def teacher_folder(out: Path, run: dict[str, Any]) -> Path | None:
-    """The folder of the run whose model `run` learns from; None where it learns from none."""
-    return run_folder(out, run["teacher"]) if "teacher" in run else None
-
-
-def needed_folders(out: Path, run: dict[str, Any]) -> list[Path]:
-    """The folders of the runs that must be finished before `run`."""
-    return [folder for folder in (start_folder(out, run), teacher_folder(out, run)) if folder is not None]
-
-
 def commands_of(out: Path) -> list[str]:
     """The commands that the runs of a grid were made by."""
     file = out / COMMANDS

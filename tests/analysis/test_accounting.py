@@ -252,12 +252,12 @@ SAVED = {
 
 
 def test_every_row_is_in_the_hand_made_table():
-    assert SAVED.keys() == load_recipe(RECIPE)["rows"].keys()
+    assert SAVED.keys() == load_recipe(RECIPE).rows.keys()
 
 
 @pytest.mark.parametrize("row", SAVED)
 def test_backward_of_each_row_by_hand(row):
-    operations = multiply_adds(tiny_marian(load_recipe(RECIPE)["rows"][row]["methods"]), length=N)
+    operations = multiply_adds(tiny_marian(load_recipe(RECIPE).rows[row].methods), length=N)
     assert forward_of(operations) == pytest.approx(MARIAN_FORWARD)  # freezing does not speed the forward up
     expected = {c: 2 * value - SAVED[row].get(c, 0) for c, value in MARIAN_FORWARD.items()}
     assert backward_of(operations) == pytest.approx(expected)
@@ -266,7 +266,7 @@ def test_backward_of_each_row_by_hand(row):
 
 @pytest.mark.parametrize("row", ["0", "3", "4"])
 def test_a_forward_is_counted_alone(row):
-    model = tiny_marian(load_recipe(RECIPE)["rows"][row]["methods"])
+    model = tiny_marian(load_recipe(RECIPE).rows[row].methods)
     assert forward_multiply_adds(model) == round(multiply_adds(model, length=P).forward)
 
 

@@ -92,7 +92,7 @@ def test_what_starts_from_a_calibrated_row_is_another_run(tmp_path):
     rows = {"0": ALL, "1": row({}), "2": {"label": "on", "methods": [], "start": "1"}}
     runs = {run.row: run for run in expand(load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows)))}
     assert runs["2"].start.calibration.given() == {}
-    assert "calibration" not in runs["2"]
+    assert runs["2"].calibration is None
 
 
 def test_blocks_of_running_text(tmp_path):

@@ -21,10 +21,10 @@ def test_every_recipe_loads_and_its_quick_version_too():
     assert {path.stem for path in found} == {"bert", "wikitext2", "tenses", "sst2", "marian", "multi30k"}
     for path in found:
         quick = load_recipe(path, smoke=True)
-        assert quick["data"]["limit"] == 200
-        assert quick["training"]["epochs"] == 1
-        assert next(iter(quick["rows"])) == "full"
-        assert len(expand(quick)) == 10 + len(CONTROLS) * (quick["task"] == "translation")
+        assert quick.data.limit == 200
+        assert quick.training.epochs == 1
+        assert next(iter(quick.rows)) == "full"
+        assert len(expand(quick)) == 10 + len(CONTROLS) * (quick.task == "translation")
 
 
 @pytest.mark.parametrize(("name", "preset"), [(name, preset) for name in PRESETS for preset in PRESETS[name]])
@@ -65,7 +65,7 @@ def test_rows_are_named_after_their_width(name, preset):
 def test_classification_starts_from_rows_that_are_there(start, then, smoke):
     """By default, in the folder that `hf-freeze run` gives the other recipe."""
     one, other = (load_recipe(RECIPES / f"{name}.yaml", smoke=smoke) for name in (start, then))
-    assert other["start"] == f"runs/{one['name']}" + "-smoke" * smoke
+    assert other.start == f"runs/{one.name}" + "-smoke" * smoke
     assert [(run.row, run.label) for run in expand(one)] == [(run.row, run.label) for run in expand(other)]
     assert not any(run.methods for run in expand(other)), "the model that a row starts from has them"
 
@@ -76,7 +76,6 @@ def test_classification_starts_from_rows_that_are_there(start, then, smoke):
 def test_the_recipes_of_real_text_have_the_same_rows(real, builtin, preset):
     found = load_recipe(RECIPES / f"{real}.yaml", ["data.root=/x"])
     expected = load_recipe(RECIPES / f"{builtin}.yaml", [f"preset={preset}"])
-    assert {key: found[key] for key in ("rows", "backbone", "training", "tokenizer")} == {
-        key: expected[key] for key in ("rows", "backbone", "training", "tokenizer")
-    }
-    assert "builtin" not in found["data"]
+    for section in ("rows", "backbone", "training", "tokenizer"):
+        assert getattr(found, section) == getattr(expected, section)
+    assert found.data.builtin is None

@@ -20,6 +20,7 @@ from hf_freeze.lab.data import read_labelled, read_table
 from hf_freeze.lab.data.tables import TEXT
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe, read_recipe
+from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.report.build import make_report, make_reports
 from hf_freeze.lab.report.table import table_cells
 from hf_freeze.lab.runs.execute import execute
@@ -83,7 +84,7 @@ def test_the_columns_of_the_hub(tmp_path, name, columns, labels):
         )
         frame.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     data = {"hub": str(tmp_path), "columns": columns, "train": "train", "test": "test", "holdout": 1}
-    splits = task_of(read_recipe(f"glue/{name}")["task"]).load(data)
+    splits = task_of(read_recipe(f"glue/{name}")["task"]).load(Data(**data))
     assert splits["test"][0] == {"sentence": "a b", "second": "x", "label": labels[0]}
 
 

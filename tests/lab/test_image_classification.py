@@ -207,7 +207,7 @@ def test_splits_are_read_held_out_and_cut(tmp_path):
 
 
 def test_images_that_do_not_fit_the_perceptron(tmp_path):
-    settings = load_recipe(write_recipe(tmp_path))["data"]
+    settings = load_recipe(write_recipe(tmp_path)).data.given()
     with pytest.raises(
         ValueError, match=r"train-images: images of 36 pixels, but backbone.sizes=\[35, 10\] begins with 35"
     ):
@@ -255,7 +255,7 @@ def test_a_grid_leaves_models_scores_and_records(grid):
         assert record["parameters"]["total"] == sum(p.numel() for p in model.parameters())
         stored = load_file(folder / "model" / "model.safetensors")
         assert record["parameters"]["stored_bytes"] == sum(t.numel() * t.element_size() for t in stored.values())
-        epochs = run.training.epochs
+        epochs = int(run.training.epochs)
         assert record["epochs_trained"] == epochs
         assert record["steps"] == epochs * 7  # 100 images in batches of 16
         log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -311,7 +311,7 @@ def test_a_killed_run_goes_on_as_an_undisturbed_one(grid, row, tmp_path, monkeyp
     recipe, out, _, records = grid
     run = next(run for run in expand(recipe) if run.row == row)
     folder = run.folder(tmp_path)
-    if "start" in run:
+    if run.start is not None:
         run.start.folder(tmp_path).symlink_to(run.start.folder(out))
 
     def kill(message):

@@ -82,7 +82,7 @@ def test_what_is_wrong_with_the_data_is_one_line(tmp_path):
     ):
         load_recipe(parallel, settings(**names))
     names = {split: ["a.jsonl", "b.parquet"] for split in ("train", "dev", "test")}
-    assert load_recipe(parallel, settings(**names))["data"] == names
+    assert load_recipe(parallel, settings(**names)).data.given() == names
     missing = one_line_error("run", parallel, "--set", *settings(**names, root=str(tmp_path)), "--out", tmp_path / "o")
     assert "b.parquet does not exist" in missing
 

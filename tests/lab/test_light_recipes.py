@@ -18,10 +18,10 @@ def model(run):
     vocabulary, backbone = run.tokenizer.vocab_size, run.backbone
     ids = {"vocab_size": vocabulary, "pad_token_id": 0, "eos_token_id": 1}
     task = "causal-lm"
-    if backbone["model_type"] == "marian":
+    if backbone.model_type == "marian":
         task = "seq2seq-lm"
         ids |= {"decoder_vocab_size": vocabulary, "decoder_start_token_id": 0, "forced_eos_token_id": 1}
-    config = AutoConfig.for_model(backbone["model_type"], **ids, **backbone["config"])
+    config = AutoConfig.for_model(backbone.model_type, **ids, **backbone.config)
     with torch.device("meta"):
         return make_variant(config, list(map(method_from_dict, run.methods)), task=task, init="marian")
 

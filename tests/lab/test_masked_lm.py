@@ -260,7 +260,7 @@ def test_rows_and_seeds_are_tested_on_the_same_masked_tokens(tmp_path):
             {"rows/0/tokenizer": {"vocab_size": 90}},
             "row '0': perplexity is per token, so all rows of task",
         ),
-        ({"decoding": {"num_beams": 2}}, "task 'masked-lm' takes no decoding"),
+        ({"decoding": {"num_beams": 2}}, r"decoding is for the tasks .*, not for 'masked-lm'"),
     ],
 )
 def test_bad_recipes_are_refused(tmp_path, changes, message):

@@ -162,7 +162,7 @@ def test_a_grid_of_an_earlier_release_is_resumed(tmp_path, machine):
     run_here(tmp_path)
     (out / PRECISION).unlink()
     path = out / "row-0-seed-1" / "run.json"
-    settings = expand_one(recipe)
+    settings = expand_one(recipe).given()
     for old in ({"bf16": True}, {}):
         training = {key: value for key, value in settings["training"].items() if key != "bf16"} | old
         path.write_text(json.dumps(settings | {"training": training}))

@@ -1,6 +1,7 @@
 """Questions on a text, on small files in the format of SQuAD 1.1 and 2.0."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,7 @@ from support.recipes import encoder_recipe
 from support.task_files import PLACES, write_squad
 
 from hf_freeze.lab.data import read_squad, train_tokenizer
-from hf_freeze.lab.recipes.settings import Data
+from hf_freeze.lab.recipes.settings import Data, Training
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.report.table import table_cells
 from hf_freeze.lab.runs.grid import run_grid
@@ -74,7 +75,7 @@ def test_the_columns_of_the_hub(tmp_path):
 def test_windows_find_the_answer_again(files):
     splits = load_data(Data(**files))
     tokenizer = train_tokenizer([*splits["train"]["context"], *splits["train"]["question"]], 120, "wordpiece")
-    encoded = encode(splits["test"], tokenizer, {"training": {"block_size": 24}})
+    encoded = encode(splits["test"], tokenizer, SimpleNamespace(training=Training(block_size=24)))
     assert len(encoded) > 6, "a text of more than one window"
     answered = 0
     for row in encoded:

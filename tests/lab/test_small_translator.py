@@ -108,7 +108,7 @@ def test_every_row_of_the_recipe_can_be_made(preset):
 def test_the_recipes_of_real_text_have_the_same_rows(name):
     real = load_recipe(RECIPES / f"{name}.yaml", ["data.root=/x"])
     builtin = load_recipe(RECIPES / "recipe.yaml", ["preset=tiny"])
-    assert real["rows"] == builtin["rows"]
+    assert real.rows == builtin.rows
 
 
 def test_a_copied_directory_translates_in_a_new_process(tmp_path):

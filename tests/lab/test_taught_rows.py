@@ -16,6 +16,7 @@ from hf_freeze import VariantCallback, make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.lab.recipes.rows import Row
 from hf_freeze.lab.report.write import write_report
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.grid import FailedRuns, run_grid
@@ -135,11 +136,12 @@ def test_a_student_fails_with_its_teacher(grid, tmp_path):
     (copy / "row-0-seed-1" / "metrics.json").unlink()
     with pytest.raises(ValueError, match=r"learns from .*, which is not finished: run row 0 first"):
         execute(expand(recipe)[1].changed(start=None), copy / "row-kd-seed-1")
-    broken = json.loads(json.dumps(recipe))
-    broken["rows"]["0"]["methods"] = [{"method": "layer_selection", "keep": {"encoder": [9]}}]
-    del broken["rows"]["kd"]["start"], broken["rows"]["kd"]["methods"][0]
+    broken = recipe.model_copy(deep=True)
+    broken.rows["0"].methods = [{"method": "layer_selection", "keep": {"encoder": [9]}}]
+    broken.rows["kd"] = Row(**{key: value for key, value in broken.rows["kd"].given().items() if key != "start"})
+    del broken.rows["kd"].methods[0]
     with pytest.raises(FailedRuns):
-        run_grid(broken | {"only": ["kd"]}, tmp_path / "broken", console=Console(quiet=True))
+        run_grid(broken.changed(only=["kd"]), tmp_path / "broken", console=Console(quiet=True))
     log = (tmp_path / "broken" / "row-kd-seed-1" / "error.log").read_text("utf-8")
     assert log == "row 0 with seed 1 failed, from which it learns\n"
 

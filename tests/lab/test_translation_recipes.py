@@ -26,7 +26,7 @@ def test_iwslt_is_two_files_of_lines(tmp_path, name):
 
 @pytest.mark.parametrize("name", WMT)
 def test_wmt_is_a_column_of_translations(tmp_path, name):
-    data = load_recipe(name)["data"]
+    data = load_recipe(name).data.given()
     pair = dict.fromkeys((data["source"], data["target"]))
     for split in ("train", "validation", "test"):
         rows = [{language: f"{language} {split} {number}" for language in pair} for number in range(3)]

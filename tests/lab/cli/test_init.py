@@ -108,7 +108,7 @@ def test_a_fresh_model_on_the_built_in_data(task, goal, place):
     assert list(recipe.rows) == ROWS[goal]
     assert recipe.task == init_command._TASKS[task]
     assert len(expand(recipe)) == len(ROWS[goal])
-    assert load_recipe("recipe.yaml", smoke=True)["training"]["epochs"] == 1
+    assert load_recipe("recipe.yaml", smoke=True).training.epochs == 1
     text = (place / "recipe.yaml").read_text()
     assert f"hf-freeze init --task {task} --model new --data builtin --goal {goal} --out recipe.yaml\n" in text
     assert "epochs: " in text
@@ -143,15 +143,15 @@ def test_a_folder_has_its_splits_by_the_names_of_its_files(place):
     (place / "corpus" / "README.md").write_text("About train.de")
     init("translation", "study", "new", "corpus")
     files = {"train": ["train.de", "train.en"], "dev": ["val.de", "val.en"], "test": ["test.de", "test.en"]}
-    assert load_recipe("recipe.yaml")["data"] == {"root": "corpus"} | files
+    assert load_recipe("recipe.yaml").data.given() == {"root": "corpus"} | files
     for language in ("de", "en"):
         (place / "corpus" / f"test.{language}").unlink()
     init("translation", "study", "new", "corpus", "--force")  # the choice of epochs is then made on a part of train
     files = {"train": ["train.de", "train.en"], "test": ["val.de", "val.en"]}
-    assert load_recipe("recipe.yaml")["data"] == {"root": "corpus"} | files | {"holdout": 4}
+    assert load_recipe("recipe.yaml").data.given() == {"root": "corpus"} | files | {"holdout": 4}
     named = ("--dev", "corpus/val.de,corpus/val.en")  # who names a dev file means it
     init("translation", "study", "new", "corpus/train.de,corpus/train.en", *named, "--force")
-    made = load_recipe("recipe.yaml")["data"]
+    made = load_recipe("recipe.yaml").data.given()
     assert made["dev"] == ["corpus/val.de", "corpus/val.en"]
     assert "test" not in made
     assert made["holdout_test"] == 4
@@ -161,12 +161,12 @@ def test_columns_are_found_or_named(place):
     write_examples(place / "pairs.jsonl", [{"q": text, "a": text, "same": 1} for text in TEXTS])
     command = ("classification", "study", "new", "pairs.jsonl", "--column", "q, a", "--label", "same")
     init(*command)
-    assert load_recipe("recipe.yaml")["data"]["columns"] == ["q", "a"]
-    assert load_recipe("recipe.yaml")["data"]["label"] == "same"
+    assert load_recipe("recipe.yaml").data.columns == ["q", "a"]
+    assert load_recipe("recipe.yaml").data.label == "same"
     init("translation", "study", "new", "pairs.jsonl", "--columns", "q,a", "--force")
-    assert load_recipe("recipe.yaml")["data"]["source"] == "q"
+    assert load_recipe("recipe.yaml").data.source == "q"
     init("lm", "study", "new", "pairs.jsonl", "--columns", "a", "--force")
-    assert load_recipe("recipe.yaml")["data"]["column"] == "a"
+    assert load_recipe("recipe.yaml").data.column == "a"
 
 
 def write_reviews(path):
@@ -181,8 +181,8 @@ def test_a_csv_file_of_a_spreadsheet(place):
     write_lines(place / "test.tsv", ["Sentiment\tReview", "NA\tA cat.", "Good\tA dog."])
     named = ("--columns", "Review", "--label", "Sentiment")
     init("classification", "study", "new", "rev*.csv", *named, "--test", "test.tsv")
-    data = load_recipe("recipe.yaml")["data"]
-    assert data == {
+    data = load_recipe("recipe.yaml").data
+    assert data.given() == {
         "train": ["rev*.csv"],
         "test": ["test.tsv"],
         "columns": ["Review"],
@@ -198,7 +198,7 @@ def test_a_csv_file_of_a_spreadsheet(place):
     (place / "folder").mkdir()
     (place / "folder" / "train.csv").write_text("Text,LABEL\n" + "".join(f"{text},{len(text)}\n" for text in TEXTS))
     init("classification", "study", "new", "folder", "--force")  # the usual names, in other letters
-    assert load_recipe("recipe.yaml")["data"]["columns"] == ["Text"]
+    assert load_recipe("recipe.yaml").data.columns == ["Text"]
 
 
 def test_methods_that_do_not_work_on_a_model_are_left_out_with_the_reason(place):
@@ -209,7 +209,7 @@ def test_methods_that_do_not_work_on_a_model_are_left_out_with_the_reason(place)
     text = (place / "recipe.yaml").read_text()
     left_out = re.findall(r"^# Left out, because it does not work on this model: (\S+) \(.*\)$", text, re.MULTILINE)
     assert left_out == ["ffn", "low-rank"]
-    assert list(load_recipe("recipe.yaml")["rows"]) == [row for row in ROWS["shrink"] if row not in left_out]
+    assert list(load_recipe("recipe.yaml").rows) == [row for row in ROWS["shrink"] if row not in left_out]
 
 
 def test_a_recipe_is_not_written_over(place):
@@ -240,7 +240,7 @@ def test_in_a_terminal_only_what_is_missing_is_asked(place, monkeypatch):
     monkeypatch.setattr(init_command.typer, "prompt", answer)
     init_command.init(goal="study", out=place / "recipe.yaml")
     assert asked == ["Task", "Model", "Data"]
-    assert load_recipe("recipe.yaml")["task"] == "language-modelling"
+    assert load_recipe("recipe.yaml").task == "language-modelling"
 
 
 ERRORS = {

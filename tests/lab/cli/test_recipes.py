@@ -44,7 +44,7 @@ def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theseus").mkdir()
     write_recipe(tmp_path / "theseus" / "rte")
-    assert load_recipe("theseus/rte")["name"] == "tiny"
+    assert load_recipe("theseus/rte").name == "tiny"
 
 
 @pytest.mark.parametrize(
