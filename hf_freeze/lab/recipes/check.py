@@ -55,7 +55,9 @@ def check(data: dict[str, Any], path: Any) -> Recipe:
     for name, row in recipe.rows.items():
         _check_row(name, row, recipe, f"{path}: row {name!r}")
     if recipe.start is not None:
-        _check_other_grid(recipe, path)
+        owners = [(recipe, f"{path}"), *((row, f"{path}: row {name!r}") for name, row in recipe.rows.items())]
+        for owner, where in owners:
+            _check_own_sections(owner, f"the grid {recipe.start}", where)
     if recipe.space is not None:
         space_of(recipe, path)
         check_search(recipe, path)
@@ -200,17 +202,21 @@ def _check_row(name: str, row: Row, recipe: Recipe, where: str) -> None:
 def _check_origins(way: list[str], rows: dict[str, Row], where: str) -> None:
     """What a row starts from or learns from, and that in turn."""
     row = rows[way[-1]]
-    for section in ("backbone", "tokenizer"):
-        if row.start is not None and getattr(row, section) is not None and len(way) == 1:
-            raise ValueError(
-                f"{where} has both 'start' and {section!r}: it takes the {section} of the row that it starts from"
-            )
+    if row.start is not None and len(way) == 1:
+        _check_own_sections(row, "the row that it starts from", where)
     for field, needed in row.needs.items():
         if needed not in rows:
             raise ValueError(f"{where}: {field}={needed!r} is no row; {choose(rows, needed)}")
         if needed in way:
             raise ValueError(f"{where}: {field!r} refers to itself: {' <- '.join([*way, needed])}")
         _check_origins([*way, needed], rows, where)
+
+
+def _check_own_sections(owner: Recipe | Row, origin: str, where: str) -> None:
+    """What starts from a finished run takes its backbone and tokenizer from there."""
+    for section in ("backbone", "tokenizer"):
+        if getattr(owner, section) is not None:
+            raise ValueError(f"{where} has both 'start' and {section!r}: it takes the {section} of {origin}")
 
 
 def _check_teacher(row: Row, where: str) -> None:
@@ -267,14 +273,3 @@ def _check_weights(row: Row, trained: bool, where: str) -> None:
                 f"{where}: the blocks of method {method.name!r} train from scratch: it can have neither 'start' nor "
                 "'backbone.pretrained'"
             )
-
-
-def _check_other_grid(recipe: Recipe, path: Any) -> None:
-    """A run that starts from another grid's takes its backbone and tokenizer from there."""
-    owners = [(recipe, f"{path}"), *((row, f"{path}: row {name!r}") for name, row in recipe.rows.items())]
-    for section in ("backbone", "tokenizer"):
-        for owner, where in owners:
-            if getattr(owner, section) is not None:
-                raise ValueError(
-                    f"{where} has both 'start' and {section!r}: it takes the {section} of the grid {recipe.start}"
-                )

@@ -104,6 +104,11 @@ class Builtin(Settings):
 
 
 _SPLIT = "a list of files, or the name of a split on the Hub"
+_READ = ["hub", "files"]  # the forms of data that have columns
+_ITEMS = "a number of training items"
+_NAMES = "a list of one or two names of columns"
+_TEXT_OR_TOKENS = (*RUNNING_TEXT, "token-classification")
+_LABEL_OR_TAGS = (*LABELLED, "token-classification")
 
 
 class Data(Settings):
@@ -119,35 +124,21 @@ class Data(Settings):
     source: str | None = setting("Column of the source of a translation.", tasks=TEXT)
     target: str | None = setting("Column of the target of a translation.", tasks=TEXT)
     column: str | None = setting(
-        "Column of the text; text, or tokens of entities, if not given.",
-        tasks=[*RUNNING_TEXT, "token-classification"],
-        forms=["hub", "files"],
+        "Column of the text; text, or tokens, if not given.", tasks=_TEXT_OR_TOKENS, forms=_READ
     )
-    columns: list[str] = setting(
-        "Columns of the texts; two are a pair.",
-        ["sentence"],
-        tasks=LABELLED,
-        forms=["hub", "files"],
-        min_length=1,
-        max_length=2,
-        takes="a list of one or two names of columns",
+    columns: Annotated[list[str], Field(min_length=1, max_length=2)] = setting(
+        "Columns of the texts; two are a pair.", ["sentence"], tasks=LABELLED, forms=_READ, takes=_NAMES
     )
     label: str | None = setting(
-        "Column of the label; label, or ner_tags of entities, if not given.",
-        tasks=[*LABELLED, "token-classification"],
-        forms=["hub", "files"],
+        "Column of the label; label, or ner_tags, if not given.", tasks=_LABEL_OR_TAGS, forms=_READ
     )
     header: list[str] | None = setting("Names of the columns of files without them.", tasks=LABELLED, forms=["files"])
-    mismatched: str | list[str] = setting(
-        "A second test split.", tasks=["sequence-classification"], forms=["hub", "files"], takes=_SPLIT
-    )
+    mismatched: str | list[str] = setting("A second test split.", tasks=LABELLED[:1], forms=_READ, takes=_SPLIT)
     unit: Literal["lines", "documents"] = setting(
         "What a text is: a line, or what lies between empty lines.", "lines", tasks=RUNNING_TEXT, forms=["files"]
     )
-    holdout: Count = setting("Items of train that are the dev split instead.", 0, takes="a number of training items")
-    holdout_test: Count = setting(
-        "Items of train that are the test split instead.", 0, tasks=TEXT, takes="a number of training items"
-    )
+    holdout: Count = setting("Items of train that are the dev split instead.", 0, takes=_ITEMS)
+    holdout_test: Count = setting("Items of train that are the test split instead.", 0, tasks=TEXT, takes=_ITEMS)
     limit: int | None = setting("Items that are taken of each split, the first; all if not given.")
 
     @property
@@ -168,6 +159,9 @@ class Tokenizer(Settings):
     vocab_size: int = setting("Types of the tokenizer.")
 
 
+_SIZES = "a list of positive numbers such as [784, 256, 10]"
+
+
 class Backbone(Settings):
     """The model before methods change it: fresh, or pretrained."""
 
@@ -179,12 +173,8 @@ class Backbone(Settings):
     pretrained: str | None = setting(
         "Folder or name on the Hub of a trained model, with its own tokenizer.", tasks=TEXT
     )
-    sizes: list[Annotated[int, Field(strict=True, ge=1)]] = setting(
-        "Inputs, hidden units and classes of a perceptron.",
-        tasks=IMAGES,
-        needed=True,
-        min_length=2,
-        takes="a list of positive numbers such as [784, 256, 10]",
+    sizes: Annotated[list[Count], Field(min_length=2)] = setting(
+        "Inputs, hidden units and classes of a perceptron.", tasks=IMAGES, needed=True, takes=_SIZES
     )
 
 
@@ -195,6 +185,13 @@ class Steps(Settings):
     at: list[int] = Field(description="Before which epochs, counted from 0.")
 
 
+_LEVEL = Steps(gamma=1, at=[])
+_AT = "{'gamma': a number, 'at': [epochs]}"
+_RATES = "a number for each component, such as {'embeddings': 0.001}"
+_BF16 = "true, false or 'auto'"
+_IN_CLASSES = tuple(task for task in TEXT if task != "regression")
+
+
 class Training(Settings):
     """How a row is trained."""
 
@@ -202,34 +199,19 @@ class Training(Settings):
     max_tokens: int = setting("Tokens of a batch, padding included.", tasks=TEXT, needed=True)
     batch_size: int = setting("Images of a batch.", tasks=IMAGES, needed=True, ge=1)
     learning_rate: float = setting("The highest rate, after the warm-up.", needed=True)
-    learning_rates: dict[str, float] = setting(
-        "Rates of their own for some components.",
-        {},
-        tasks=TEXT,
-        takes="a number for each component, such as {'embeddings': 0.001}",
-    )
+    learning_rates: dict[str, float] = setting("Rates of their own for some components.", {}, tasks=TEXT, takes=_RATES)
     warmup_steps: int = setting("Steps in which the rate rises; then it falls to 0.", tasks=TEXT, needed=True)
     schedule: str = setting("How the rate falls: a name of transformers' schedules.", "linear", tasks=TEXT)
     lr_steps: Steps = setting(
-        "The rate is multiplied by `gamma` before each of the epochs `at`.",
-        Steps(gamma=1, at=[]),
-        tasks=IMAGES,
-        takes="{'gamma': a number, 'at': [epochs]}",
+        "The rate is multiplied by `gamma` before each of the epochs `at`.", _LEVEL, tasks=IMAGES, takes=_AT
     )
     adam_betas: tuple[float, float] = setting("Decay rates of AdamW.", (0.9, 0.98), tasks=TEXT, takes="two numbers")
     adam_epsilon: float = setting("Epsilon of AdamW.", 1e-9, tasks=TEXT)
     weight_decay: float = setting("Weight decay of AdamW.", 0.0)
     max_grad_norm: float = setting("Gradients of a larger norm are scaled down to it.", 1.0, tasks=TEXT)
-    label_smoothing: float = setting(
-        "Share of the target that all classes have in common.",
-        0.0,
-        tasks=[task for task in TEXT if task != "regression"],
-    )
+    label_smoothing: float = setting("Share of the target that all classes have in common.", 0.0, tasks=_IN_CLASSES)
     bf16: StrictBool | Literal["auto"] = setting(
-        "Train in bfloat16; auto is where the machine is faster with it.",
-        AUTO,
-        tasks=TEXT,
-        takes="true, false or 'auto'",
+        "Train in bfloat16; auto is where the machine is faster with it.", AUTO, tasks=TEXT, takes=_BF16
     )
     accumulation: int = setting("Batches whose gradients make one step.", 1, tasks=TEXT)
     patience: int = setting("Evaluations without a lower dev loss, after which training ends.", 10, tasks=TEXT)

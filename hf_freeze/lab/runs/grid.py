@@ -55,12 +55,6 @@ def run_grid(
     folders.
     """
     launched = is_launched()
-    if launched and jobs > 1:
-        raise ValueError(f"jobs={jobs}: under a launcher all processes work on one run at a time; leave --jobs out")
-    if launched and ray is not None:
-        raise ValueError("under a launcher all processes work on one run at a time; leave --on ray out")
-    if ray is not None and jobs > 1:
-        raise ValueError(f"jobs={jobs}: Ray has as many runs at a time as it has room for; leave --jobs out")
     if launched and not is_first_process():
         console = Console(quiet=True)
     console = console or Console()
@@ -69,17 +63,7 @@ def run_grid(
         raise ValueError(f"{recipe.name} has no rows to run; its space is for hf-freeze search")
     every = expand(recipe.changed(only=None))  # the order of a report
 
-    check_files(recipe.data)
-    check_tracker(recipe.report_to)
-    for name in {run.pretrained for run in runs if run.pretrained is not None}:
-        check_exists(name)
-    for run in runs:
-        check_folder(run.folder(out), run)
-        check_other_grid(out, run)
-    if ray is None:  # else the nodes decide, not this machine
-        for run in runs:
-            if not run.is_finished(out):
-                precision_of(out, run, resume_anyway=resume_anyway)
+    _check(recipe, runs, out, jobs, ray, resume_anyway)
     if not launched or is_first_process():
         for line in reuse_finished(runs, out, reuse, resume_anyway=resume_anyway):
             console.print(escape(line), soft_wrap=True)
@@ -102,6 +86,28 @@ def run_grid(
     if failed:
         raise FailedRuns(f"{len(failed)} of {len(runs)} runs failed; see {failed[0] / 'error.log'}")
     return records
+
+
+def _check(recipe: Recipe, runs: list[Run], out: Path, jobs: int, ray: RayOptions | None, resume_anyway: bool) -> None:
+    """Raise for what would stop every run, before any begins."""
+    launched = is_launched()
+    if launched and jobs > 1:
+        raise ValueError(f"jobs={jobs}: under a launcher all processes work on one run at a time; leave --jobs out")
+    if launched and ray is not None:
+        raise ValueError("under a launcher all processes work on one run at a time; leave --on ray out")
+    if ray is not None and jobs > 1:
+        raise ValueError(f"jobs={jobs}: Ray has as many runs at a time as it has room for; leave --jobs out")
+    check_files(recipe.data)
+    check_tracker(recipe.report_to)
+    for name in {run.pretrained for run in runs if run.pretrained is not None}:
+        check_exists(name)
+    for run in runs:
+        check_folder(run.folder(out), run)
+        check_other_grid(out, run)
+    if ray is None:  # else the nodes decide, not this machine
+        for run in runs:
+            if not run.is_finished(out):
+                precision_of(out, run, resume_anyway=resume_anyway)
 
 
 def _execute_all(
