@@ -134,7 +134,7 @@ def pretend(monkeypatch):
                 time.sleep(0.1)
         while run.label == "goes on":
             time.sleep(1)
-        record = {key: run[key] for key in ("row", "seed", "label")}
+        record = {key: getattr(run, key) for key in ("row", "seed", "label")}
         record |= {"metrics": {"dev_perplexity": 1.0, "dev_loss": 2.0}, "multiply_adds": 1}
         record |= {"parameters": {"trainable_share": 1.0, "total": 1, "stored_bytes": 1}}
         (folder / "metrics.json").write_text(json.dumps(record))
