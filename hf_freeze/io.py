@@ -73,6 +73,19 @@ def _lock(folder: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
+def holds_files(folder: Path, source: str | os.PathLike[str]) -> bool:
+    """Whether a result that is made of `source` would replace anything in `folder`.
+
+    Raises ValueError for a file, and for a folder that `source` is in."""
+    if not folder.exists() and not folder.is_symlink():
+        return False
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; choose another --out")
+    if Path(source).exists() and Path(source).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder} holds the model that is read; choose another --out")
+    return any(folder.iterdir())
+
+
 def bytes_of(folder: Path) -> int:
     """Of all files in the folder, and in those that it holds."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

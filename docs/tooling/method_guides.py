@@ -12,13 +12,15 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from registry_facts import from_registries
+from survival import surviving_formats
+
 from hf_freeze.architectures.families import CAPABILITIES
 from hf_freeze.architectures.registry import ARCHITECTURES
-from hf_freeze.cli import facts as facts_of_commands
+from hf_freeze.cli.facts import FILE
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS, changed_settings
 from hf_freeze.publish.export.convert import FORMATS
-from hf_freeze.publish.export.survival import surviving_formats
 
 FOLDER = Path(__file__).parents[1] / "methods"
 INDEX = FOLDER / "index.md"
@@ -148,7 +150,7 @@ def skeleton(method: type[Method]) -> str:
 
 
 def main() -> None:
-    facts_of_commands.write()
+    FILE.write_text(json.dumps(from_registries(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     for method in METHODS.values():
         path = guide_of(method)
         text = path.read_text(encoding="utf-8") if path.exists() else skeleton(method)

@@ -1,6 +1,5 @@
 """`hf-freeze describe`."""
 
-import contextlib
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -54,7 +53,7 @@ def describe(
 
 
 def _describe_one(name: str) -> None:
-    parts = _known(name) or _derived(name)
+    parts = _known(name) or derived(name)
     model_type = parts["model_type"]
     rows, sections = [], []
     for stack, described in parts["stacks"].items():
@@ -93,7 +92,8 @@ def _known(name: str) -> dict[str, Any] | None:
     return known["types"].get(name) if is_same and not Path(name).exists() else None
 
 
-def _derived(name: str) -> dict[str, Any]:
+def derived(name: str) -> dict[str, Any]:
+    """What `describe` shows of a model type or a model, without a file."""
     from transformers.utils import logging
 
     from hf_freeze.analysis.parts import parts_of
@@ -124,20 +124,6 @@ def _methods(parts: dict[str, Any]) -> list[tuple[str, str, str]]:
             advice = parts["advice"].get(name)
             rows.append((name, "yes", "; ".join([*method["needs"], *([advice] if advice else [])])))
     return rows
-
-
-def write_known() -> None:
-    """Write what `describe TYPE` reads, of every family: minutes."""
-    from hf_freeze.architectures.families import model_types
-    from hf_freeze.io import write_whole
-
-    types = {}
-    for name in model_types():
-        with contextlib.suppress(Exception):  # its default config may not work at all, or nothing of it is understood
-            types[name] = _derived(name)
-    lines = [f"{json.dumps(name)}: {json.dumps(parts)}" for name, parts in types.items()]
-    text = f'{{"transformers": "{version("transformers")}", "types": {{\n' + ",\n".join(lines) + "\n}}\n"
-    write_whole(KNOWN, text)
 
 
 def _describe_all(folder: Path) -> None:

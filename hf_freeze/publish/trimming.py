@@ -23,7 +23,7 @@ from hf_freeze.architectures.examples import probe_inputs
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.data.trimming import check_kind, trim_tokenizer
-from hf_freeze.io import whole_folder
+from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods._checks import check_choice, check_positive_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
@@ -73,7 +73,13 @@ def trim_model(
     check_positive_share(coverage, "trim_model", "coverage")
     check_choice(characters, CHARACTERS, "trim_model", "characters")
     folder = Path(out)
-    _check_replaceable(folder, source, force)
+    if holds_files(folder, source):
+        if not (folder / TRIMMING).is_file():
+            raise ValueError(f"{folder} exists, and hf-freeze trim did not write it; choose another --out")
+        if not force:
+            raise ValueError(
+                f"{folder} holds an earlier result of hf-freeze trim; choose another --out, or use --force"
+            )
     check_exists(source)
     if Path(source).is_dir() and not Path(source, "config.json").is_file():
         raise ValueError(f"{source} holds no model: it has no config.json")
@@ -126,21 +132,6 @@ def trim_model(
         (written / TRIMMING).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         model_card(read_trained_model(written), model=small).save(written / "README.md")
     return folder
-
-
-def _check_replaceable(folder: Path, source: Any, force: bool) -> None:
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; choose another --out")
-    if Path(source).exists() and Path(source).resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{folder} holds the model that is trimmed; choose another --out")
-    if not any(folder.iterdir()):
-        return
-    if not (folder / TRIMMING).is_file():
-        raise ValueError(f"{folder} exists, and hf-freeze trim did not write it; choose another --out")
-    if not force:
-        raise ValueError(f"{folder} holds an earlier result of hf-freeze trim; choose another --out, or use --force")
 
 
 def named_tokens(model: Any) -> set[int]:

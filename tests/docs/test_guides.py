@@ -13,6 +13,7 @@ from hf_freeze.methods.registry import METHODS
 sys.path.insert(0, str(ROOT / "docs" / "tooling"))
 import commands
 import method_guides as guides
+from registry_facts import from_registries
 
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 WRITE = "run: python docs/tooling/method_guides.py"
@@ -40,7 +41,7 @@ def test_the_table_of_methods_is_the_registrys():
 
 
 def test_the_facts_that_commands_tell_are_the_registrys():
-    assert facts.read() == json.loads(json.dumps(facts.from_registries())), WRITE
+    assert facts.read() == json.loads(json.dumps(from_registries())), WRITE
 
 
 def test_a_guide_that_is_out_of_date_is_found():

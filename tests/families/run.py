@@ -8,6 +8,7 @@ Writes families.json and families.md to the folder and, if that is docs, what fa
 
 # ruff: noqa: E402
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import tempfile
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,22 @@ from families.contract import problems_before_loading, problems_of_kinds, proble
 from transformers.utils import logging
 
 from hf_freeze.architectures.families import FAILURES, describe_family, failures_file, families_page, model_types
-from hf_freeze.cli.describe import write_known
+from hf_freeze.cli.describe import KNOWN, derived
+from hf_freeze.io import write_whole
 
 LIMIT = 600  # seconds for one family
 _loading = threading.Lock()  # one server of new processes serves all
+
+
+def write_known() -> None:
+    """Write what `hf-freeze describe TYPE` reads, of every family: minutes."""
+    types = {}
+    for name in model_types():
+        with contextlib.suppress(Exception):  # its default config may not work at all, or nothing of it is understood
+            types[name] = derived(name)
+    lines = [f"{json.dumps(name)}: {json.dumps(parts)}" for name, parts in types.items()]
+    text = f'{{"transformers": "{version("transformers")}", "types": {{\n' + ",\n".join(lines) + "\n}}\n"
+    write_whole(KNOWN, text)
 
 
 def examine(model_type: str) -> dict[str, Any]:

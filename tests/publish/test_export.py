@@ -311,7 +311,7 @@ def test_a_folder_in_the_way_is_left_alone(trained, tmp_path):
     assert (other / "thesis.txt").is_file()
     export_model(trained, "dense", out=other, force=True)
     assert not (other / "thesis.txt").exists()
-    with pytest.raises(ValueError, match="holds the model that is exported"):
+    with pytest.raises(ValueError, match="holds the model that is read"):
         export_model(trained, "dense", out=trained.parent, force=True)
     assert (trained / "config.json").is_file()
     assert not list(tmp_path.glob(".hf_freeze*"))

@@ -49,7 +49,7 @@ from hf_freeze.publish.export.served import served_fidelity
 from hf_freeze.publish.export.torch_export import traced
 
 ENGINE = {"intra_op_num_threads": 1}
-KEEPING = [name for name, writer in FORMATS.items() if writer.KEEPS_STRUCTURE]
+KEEPING = [name for name, kind in FORMATS.items() if kind.keeps_structure]
 
 
 def size(folder: Path, *kinds: str) -> int:
@@ -560,7 +560,7 @@ def test_a_full_disk_leaves_the_earlier_export(classifier, tmp_path, monkeypatch
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(FORMATS["dense"], "write", full)
+    monkeypatch.setitem(FORMATS, "dense", replace(FORMATS["dense"], write=full))
     with pytest.raises(OSError, match="No space left"):
         export_model(classifier, "dense", out=folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -327,7 +327,7 @@ def test_an_earlier_result_is_replaced_by_force_only(bert, texts, tmp_path):
     assert len(AutoTokenizer.from_pretrained(out)) > first
     (out / TRIMMING).unlink()
     assert "out exists, and hf-freeze trim did not write it" in one_line_error(*command, "--force")
-    assert "source holds the model that is trimmed" in one_line_error(*command[:-1], bert, "--force")
+    assert "source holds the model that is read" in one_line_error(*command[:-1], bert, "--force")
     assert "texts.txt is a file; choose another --out" in one_line_error(*command[:-1], texts)
 
 

@@ -6,42 +6,36 @@ The files are those of `torch_export`, compiled: model.pt2, or encoder.pt2 and d
 
 import contextlib
 import io
-import json
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hf_freeze.compat.transformers import count_all_experts
-from hf_freeze.publish.export.folders import Export
-from hf_freeze.publish.export.parts import parts_of
-from hf_freeze.publish.export.runners import NAMES, open_parts
-from hf_freeze.publish.export.torch_export import compare, names_of_part, traced
+from hf_freeze.publish.export.folders import Export, Format
+from hf_freeze.publish.export.parts import Part
+from hf_freeze.publish.export.runners import NAMES
+from hf_freeze.publish.export.torch_export import write_programs
 
-PACKAGES: tuple[str, ...] = ()
-QUANTIZATIONS: tuple[str, ...] = ()
-SUPPORTED_TASKS = None
-NEEDS_TOKENIZER = False
-KEEPS_STRUCTURE = True
-_SETTINGS = {
-    "aot_inductor.use_runtime_constant_folding": True
-}  # weights computed from others are computed once, when opened
+# Weights computed from others are computed once, when the file is opened.
+_SETTINGS = {"aot_inductor.use_runtime_constant_folding": True}
 
 
 def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError without a C++ compiler, and as for `torch_export.write`."""
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         raise ValueError("aotinductor needs a C++ compiler, g++ or clang++; install one, or choose --format torch")
-    count_all_experts(export.model)
-    parts = parts_of(export.model.float(), export.task)
-    for part in parts:
-        export.say(f"tracing the {part.name}")
-        program = traced(part)
+
+    def save(part: Part, program: Any, names: str) -> None:
         export.say(f"compiling the {part.name}, which takes about a minute")
         path = folder / f"{part.name}.pt2"
         with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_SETTINGS)
-        (folder / f"{part.name}.{NAMES}").write_text(json.dumps(names_of_part(part)), encoding="utf-8")
-    compare(export, parts, open_parts(folder, "aotinductor", {}))
+        (folder / f"{part.name}.{NAMES}").write_text(names, encoding="utf-8")
+
+    write_programs(export, folder, "aotinductor", save)
+
+
+FORMAT = Format(write)

@@ -6,37 +6,37 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_freeze._version import __version__
 from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import task_of
 from hf_freeze.compat.pipelines import max_positions
-from hf_freeze.io import whole_folder
+from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods._checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
-from hf_freeze.publish.export import (
-    aotinductor,
-    calibration,
-    ctranslate2,
-    dense,
-    executorch,
-    onnx,
-    torch_export,
-    trained_grid,
-)
+from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, executorch, onnx, torch_export, trained_grid
 from hf_freeze.publish.export.exported import ExportedConfig
-from hf_freeze.publish.export.folders import MARK, Export, digests, require
+from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
 from hf_freeze.publish.export.served import check_fidelity
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
 
-FORMATS: dict[str, Any] = {
-    "onnx": onnx,
-    "torch": torch_export,
-    "aotinductor": aotinductor,
-    "executorch": executorch,
-    "ctranslate2": ctranslate2,
-    "dense": dense,
+
+def _write_dense(export: Export, folder: Path) -> None:
+    """Write the native model that `merge()` returns, in the dtype `export.quantization` if it is set."""
+    dtype = None if export.quantization is None else getattr(torch, export.quantization)
+    export.model.to(dtype).save_pretrained(folder)
+
+
+FORMATS = {
+    "onnx": onnx.FORMAT,
+    "torch": torch_export.FORMAT,
+    "aotinductor": aotinductor.FORMAT,
+    "executorch": executorch.FORMAT,
+    "ctranslate2": ctranslate2.FORMAT,
+    "dense": Format(_write_dense, quantizations=("float16", "bfloat16", "float32"), keeps_structure=False),
 }
 
 
@@ -53,7 +53,7 @@ def export_model(
 ) -> Path:
     """Write the model of a directory or Hub id in another format; returns the folder, which needs no hf_freeze.
 
-    `format`: one of `FORMATS`. `quantization`: the type of the weights, one of the format's `QUANTIZATIONS`; None means fp32, or
+    `format`: one of `FORMATS`. `quantization`: the type of the weights, one of the format's `quantizations`; None means fp32, or
     for `dense` the dtype of the model. `out` defaults to SOURCE-FORMAT or SOURCE-FORMAT-QUANTIZATION. An earlier export in this
     folder is replaced, any other content only with `force`. `texts`: to calibrate int8-static with, by the first ones, and for
     `min_fidelity`, by the others: the smallest `Fidelity.score` of the exported model that is accepted, from 0 to 1. Models of
@@ -70,75 +70,93 @@ def export_model(
     """
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; choose from {list(FORMATS)}")
-    writer = FORMATS[format]
-    if quantization is not None and quantization not in writer.QUANTIZATIONS:
-        choices = f"choose from {list(writer.QUANTIZATIONS)}" if writer.QUANTIZATIONS else "it has none"
+    kind = FORMATS[format]
+    if quantization is not None and quantization not in kind.quantizations:
+        choices = f"choose from {list(kind.quantizations)}" if kind.quantizations else "it has none"
         raise ValueError(f"unknown quantization {quantization!r} for {format}; {choices}")
-    is_calibrated = quantization in getattr(writer, "CALIBRATED", ())
+    is_calibrated = quantization in kind.calibrated
     compared: list[Any] = []
     if min_fidelity is not None:
         check_share(min_fidelity, "export_model", "min_fidelity")
         texts = [text for text in texts or () if not isinstance(text, str) or text.strip()]
-        compared = texts[calibration.TEXTS if is_calibrated else 0 :]
-        if not compared:
-            more = f", beyond the {calibration.TEXTS} to calibrate with" if is_calibrated else ""
-            raise ValueError(f"min_fidelity needs texts to compare with the original on{more}: --texts FILE")
+        compared = _texts_to_compare(texts, is_calibrated)
     if is_calibrated:
         calibration.check(str(quantization), texts)
-    for package in writer.PACKAGES:
+    for package in kind.packages:
         require(package, format)
     folder = _destination(source, "-".join(filter(None, (format, quantization))), out)
-    _check_replaceable(folder, source, force)
+    if holds_files(folder, source) and not (folder / MARK).is_file() and not force:
+        raise ValueError(f"{folder} is neither empty nor an earlier export; choose another --out, or use --force")
     say(f"reading {source}")
     model, task = _open(source)
-    supported = writer.SUPPORTED_TASKS
-    if supported is not None and task not in supported.get(architecture_of(model.config).model_type, ()):
-        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in supported.items())
-        raise ValueError(f"{format} does not support {type(model).__name__} ({task}); choose from {choices}")
     tokenizer = load_tokenizer(source)
-    if tokenizer is None and writer.NEEDS_TOKENIZER:
-        raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
+    _check_model(model, task, tokenizer, source, format)
     if is_calibrated:
         calibration.check_model(model, tokenizer, str(quantization))
     row_steps: dict[bytes, float] = {}
     if isinstance(model, VariantMixin):
-        if writer.KEEPS_STRUCTURE:
+        if kind.keeps_structure:
             model = _finished(model)
         else:
             if any(method.facts.finalizable and method.facts.stores for method in model.methods):
                 model.finalize()
             row_steps = trained_grid.steps_of_rows(model)
-            if quantization in getattr(writer, "ROUND_INPUTS", ()) and trained_grid.rounds_inputs(model):
+            if quantization in kind.round_inputs and trained_grid.rounds_inputs(model):
                 trained_grid.check_static(model, format, say)
                 trained_grid.leave_inputs(model)
             model = _merged(model, format, say)
     export = Export(model, task, tokenizer, quantization, say, texts, row_steps)
     with whole_folder(folder) as written:
-        writer.write(export, written)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(written)
-        _compact(written)
-        if model.main_input_name != "input_ids":
-            copy_processors(source, written)
-        if task == "feature-extraction":
-            copy_sentence_files(source, written)
-        if writer.KEEPS_STRUCTURE:
-            ExportedConfig.of(export.model.config).save_pretrained(written)
-        if export.model.can_generate():
-            export.model.generation_config.save_pretrained(written)
-        positions = {side: max_positions(model.config, side) for side in ("encoder", "decoder")}
-        mark: dict[str, Any] = {
-            "format": format,
-            "quantization": quantization,
-            "task": task,
-            "hf_freeze_version": __version__,
-        }
-        mark |= {"max_positions": positions, "files": digests(written)}
-        (written / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
+        kind.write(export, written)
+        _write_beside(export, source, format, written)
         if min_fidelity is not None:
             say("comparing with the original on the texts")
             check_fidelity(source, written, compared, min_fidelity, say)
     return folder
+
+
+def _texts_to_compare(texts: list[Any], is_calibrated: bool) -> list[Any]:
+    """Those that nothing is calibrated with."""
+    compared = texts[calibration.TEXTS if is_calibrated else 0 :]
+    if not compared:
+        more = f", beyond the {calibration.TEXTS} to calibrate with" if is_calibrated else ""
+        raise ValueError(f"min_fidelity needs texts to compare with the original on{more}: --texts FILE")
+    return compared
+
+
+def _check_model(model: Any, task: str, tokenizer: Any, source: Any, format: str) -> None:
+    """Raises ValueError unless the format has models of this kind."""
+    kind = FORMATS[format]
+    if kind.tasks is not None and task not in kind.tasks.get(architecture_of(model.config).model_type, ()):
+        choices = "; ".join(f"{name}: {', '.join(tasks)}" for name, tasks in kind.tasks.items())
+        raise ValueError(f"{format} does not support {type(model).__name__} ({task}); choose from {choices}")
+    if tokenizer is None and kind.needs_tokenizer:
+        raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
+
+
+def _write_beside(export: Export, source: Any, format: str, folder: Path) -> None:
+    """Write what a folder holds besides the files of the engine: tokenizer, processors, configs and the marker."""
+    model = export.model
+    if export.tokenizer is not None:
+        export.tokenizer.save_pretrained(folder)
+    _compact(folder)
+    if model.main_input_name != "input_ids":
+        copy_processors(source, folder)
+    if export.task == "feature-extraction":
+        copy_sentence_files(source, folder)
+    if FORMATS[format].keeps_structure:
+        ExportedConfig.of(model.config).save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    mark = {
+        "format": format,
+        "quantization": export.quantization,
+        "task": export.task,
+        "hf_freeze_version": __version__,
+        "max_positions": {side: max_positions(model.config, side) for side in ("encoder", "decoder")},
+        "files": digests(folder),
+    }
+    (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
 
 
 def _compact(folder: Path) -> None:
@@ -156,17 +174,6 @@ def _destination(source: Any, suffix: str, out: Any) -> Path:
         path = path.resolve()
         return path.with_name(f"{path.name}-{suffix}")
     return Path(f"{path.name}-{suffix}")  # a Hub id is exported to the working directory
-
-
-def _check_replaceable(folder: Path, source: Any, force: bool) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; choose another --out")
-    if Path(source).exists() and Path(source).resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{folder} holds the model that is exported; choose another --out")
-    if any(folder.iterdir()) and not (folder / MARK).is_file() and not force:
-        raise ValueError(f"{folder} is neither empty nor an earlier export; choose another --out, or use --force")
 
 
 def _open(source: Any) -> tuple[Any, str]:

@@ -17,16 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_freeze.publish.export.folders import Export, mark_of, read_mark, require
+from hf_freeze.publish.export.folders import Export, Format, mark_of, read_mark, require
 from hf_freeze.publish.export.trained_grid import on_grid
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
-PACKAGES = ("ctranslate2",)
-QUANTIZATIONS = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
+_QUANTIZATIONS = ("int8", "int8_float32", "int8_float16", "int8_bfloat16", "int16", "float16", "bfloat16", "float32")
 SUPPORTED_TASKS = {"marian": ("seq2seq-lm",), "gpt2": ("causal-lm",), "llama": ("causal-lm",)}
-ROUND_INPUTS = QUANTIZATIONS[:4]  # which also round the inputs of linears to int8, by the largest of each token
-NEEDS_TOKENIZER = True
-KEEPS_STRUCTURE = False
+_ROUND_INPUTS = _QUANTIZATIONS[:4]  # which also round the inputs of linears to int8, by the largest of each token
 _TOLERANCE = 1e-3  # absolute and relative, of log-probabilities
 
 
@@ -40,6 +37,17 @@ def write(export: Export, folder: Path) -> None:
         export.say("comparing with PyTorch")
         _compare(model, Path(exact))
     _save(model, export.tokenizer, folder, export.quantization, export.row_steps)
+
+
+FORMAT = Format(
+    write,
+    packages=("ctranslate2",),
+    quantizations=_QUANTIZATIONS,
+    round_inputs=_ROUND_INPUTS,
+    tasks=SUPPORTED_TASKS,
+    needs_tokenizer=True,
+    keeps_structure=False,
+)
 
 
 @torch.no_grad()
@@ -75,16 +83,15 @@ def _save(model: Any, tokenizer: Any, folder: Path, quantization: str | None, ro
         spec.config.layer_norm_epsilon = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         if (size := getattr(config, "head_dim", None)) is not None:  # the converter takes hidden size / heads
             for layer in spec.decoder.layer:
-                vars(layer.self_attention)["head_dim"] = np.int32(
-                    size
-                )  # setattr takes no optional field after construction
+                # setattr takes no optional field after construction
+                vars(layer.self_attention)["head_dim"] = np.int32(size)
     # CTranslate2 requires all three tokens. If the tokenizer lacks one, no text contains it, so any token can stand in.
     eos = target[token_ids(settings.eos_token_id)[0]] if settings.eos_token_id is not None else target[0]
     spec.config.eos_token = eos
     spec.config.bos_token = tokenizer.bos_token or eos
     spec.config.unk_token = tokenizer.unk_token or eos
     spec.validate()
-    trained = _trained_integers(spec, row_steps) if quantization in ROUND_INPUTS and row_steps else {}
+    trained = _trained_integers(spec, row_steps) if quantization in _ROUND_INPUTS and row_steps else {}
     spec.optimize(quantization)
     _set_integers(spec, trained)
     spec.save(str(folder))

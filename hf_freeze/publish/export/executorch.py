@@ -15,16 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.compat.transformers import count_all_experts
-from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.folders import Export, Format, require
 from hf_freeze.publish.export.parts import parts_of, positions, samples
 from hf_freeze.publish.export.runners import NAMES, open_parts
 from hf_freeze.publish.export.torch_export import compare, names_of_part, traced
 
-PACKAGES = ("executorch.runtime",)
-QUANTIZATIONS: tuple[str, ...] = ()
-SUPPORTED_TASKS = None
-NEEDS_TOKENIZER = False
-KEEPS_STRUCTURE = True
 ROWS, LENGTH = 4, 512
 
 
@@ -52,6 +47,9 @@ def write(export: Export, folder: Path) -> None:
     names = {part.name: names_of_part(part) for part in parts}
     (folder / f"model.{NAMES}").write_text(json.dumps(names), encoding="utf-8")
     compare(export, parts, open_parts(folder, "executorch", {}))
+
+
+FORMAT = Format(write, packages=("executorch.runtime",))
 
 
 def _lowered(programs: dict[str, Any]) -> bytes:

@@ -1,9 +1,9 @@
-"""Shared by all export formats: the model to export, optional packages, and the marker file of an exported folder."""
+"""Shared by all export formats: what a format is, the model to export, and the marker file of an exported folder."""
 
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,27 @@ class Export:
     quantization: str | None
     say: Callable[[str], Any]
     texts: Iterable[str] | None = None  # for the scales of activations
-    row_steps: dict[bytes, float] = field(
-        default_factory=dict
-    )  # of what was quantised before: `trained_grid.steps_of_rows`
+    # Of what was quantised before: `trained_grid.steps_of_rows`.
+    row_steps: dict[bytes, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of export. `write` writes a model to a folder, and raises ValueError for one that it cannot represent.
+
+    `packages`: what it needs. `quantizations`: types of weights; those in `calibrated` need texts, those in `round_inputs` round
+    the inputs of linears too. `tasks`: model type -> tasks; None: all of every family. `keeps_structure`: the methods of a
+    variant stay; otherwise they are merged.
+    """
+
+    write: Callable[[Export, Path], None]
+    packages: tuple[str, ...] = ()
+    quantizations: tuple[str, ...] = ()
+    calibrated: tuple[str, ...] = ()
+    round_inputs: tuple[str, ...] = ()
+    tasks: Mapping[str, tuple[str, ...]] | None = None
+    needs_tokenizer: bool = False
+    keeps_structure: bool = True
 
 
 def require(package: str, format: str) -> Any:

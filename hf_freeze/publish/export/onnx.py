@@ -24,7 +24,7 @@ from hf_freeze.compat.transformers import product_of_experts
 from hf_freeze.publish.export.caches import past_of, start_of
 from hf_freeze.publish.export.calibration import record_inputs
 from hf_freeze.publish.export.comparison import Runner, largest_difference, tolerance
-from hf_freeze.publish.export.folders import Export, require
+from hf_freeze.publish.export.folders import Export, Format, require
 from hf_freeze.publish.export.onnx_int4 import keep_four_bits
 from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
@@ -33,12 +33,6 @@ from hf_freeze.publish.export.runners import OnnxRunner, open_parts
 from hf_freeze.publish.export.torch_export import exported
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
 
-PACKAGES = ("onnx", "onnxscript", "onnxruntime")
-QUANTIZATIONS = ("int8", "int8-static")
-CALIBRATED = ("int8-static",)  # quantizations that need texts
-SUPPORTED_TASKS = None  # all tasks of all families whose inputs and caches `parts` knows
-NEEDS_TOKENIZER = False
-KEEPS_STRUCTURE = True
 DATA = "weights.data"
 _ALIGNMENT = 64  # bytes, of the tensors in DATA
 _STORED = 1e-4  # absolute and relative, of outputs
@@ -86,6 +80,14 @@ def write(export: Export, folder: Path) -> None:
                 f"what seeds generate is stored in {_FORMS[form]} bits a number; outputs differ by {difference:.1g}"
             )
         return
+
+
+FORMAT = Format(
+    write,
+    packages=("onnx", "onnxscript", "onnxruntime"),
+    quantizations=("int8", "int8-static"),
+    calibrated=("int8-static",),
+)
 
 
 def _write_quantized(

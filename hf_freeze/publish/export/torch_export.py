@@ -6,7 +6,7 @@ encoder and decoder have in common, such as a token table, is in both files.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +15,33 @@ from torch import nn
 
 from hf_freeze.compat.transformers import count_all_experts
 from hf_freeze.publish.export.comparison import largest_difference, tolerance
-from hf_freeze.publish.export.folders import Export
+from hf_freeze.publish.export.folders import Export, Format
 from hf_freeze.publish.export.parts import Part, parts_of
 from hf_freeze.publish.export.runners import NAMES, open_parts
 
-PACKAGES: tuple[str, ...] = ()
-QUANTIZATIONS: tuple[str, ...] = ()
-SUPPORTED_TASKS = None  # all tasks of all families whose inputs and caches `parts` knows
-NEEDS_TOKENIZER = False
-KEEPS_STRUCTURE = True
 _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 
 
 def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if the forward cannot be traced, or if the files compute other outputs."""
+
+    def save(part: Part, program: Any, names: str) -> None:
+        torch.export.save(program, folder / f"{part.name}.pt2", extra_files={NAMES: names})
+
+    write_programs(export, folder, "torch", save)
+
+
+FORMAT = Format(write)
+
+
+def write_programs(export: Export, folder: Path, format: str, save: Callable[[Part, Any, str], None]) -> None:
+    """Trace each part, have `save` write its program with what `names_of_part` says, and compare."""
     count_all_experts(export.model)
     parts = parts_of(export.model.float(), export.task)
     for part in parts:
         export.say(f"tracing the {part.name}")
-        program = traced(part)
-        torch.export.save(program, folder / f"{part.name}.pt2", extra_files={NAMES: json.dumps(names_of_part(part))})
-    compare(export, parts, open_parts(folder, "torch", {}))
+        save(part, traced(part), json.dumps(names_of_part(part)))
+    compare(export, parts, open_parts(folder, format, {}))
 
 
 def compare(export: Export, parts: list[Part], runners: Any) -> None:

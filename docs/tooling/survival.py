@@ -41,4 +41,4 @@ def surviving_formats(method: type[Method]) -> list[str]:
     except ValueError:  # no native model has its layers
         merged = None
     kept = merged is not None and merged <= _SAME * small
-    return [name for name, writer in FORMATS.items() if kept or writer.KEEPS_STRUCTURE]
+    return [name for name, kind in FORMATS.items() if kept or kind.keeps_structure]
