@@ -1,18 +1,22 @@
-"""Run a model on batches, and observe or replace the inputs of its linears."""
+"""Run a model on batches: its loss, also with parts changed, and the inputs of its linears."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.model.running import on_device
 from hf_freeze.progress import track
+
+P = TypeVar("P")
 
 
 def check_model(model: Any) -> Architecture:
@@ -46,12 +50,10 @@ def input_hooks(
     def hook(block: str, module: nn.Module, arguments: tuple[torch.Tensor]) -> Any:
         return observe(block, arguments[0])
 
-    handles = [linear.register_forward_pre_hook(functools.partial(hook, block)) for block, linear in linears.items()]
-    try:
+    with ExitStack() as stack:
+        for block, linear in linears.items():
+            stack.enter_context(linear.register_forward_pre_hook(functools.partial(hook, block)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def loss_of(model: Any, batch: dict[str, Any], owner: str) -> torch.Tensor:
@@ -60,6 +62,66 @@ def loss_of(model: Any, batch: dict[str, Any], owner: str) -> torch.Tensor:
     if loss is None:
         raise ValueError(f"{owner} needs a loss: batches with labels, not only {sorted(batch)}")
     return loss
+
+
+def count_labels(model: Any, batch: Mapping[str, Any]) -> int:
+    """The number of labels over which the loss of the batch is a mean."""
+    labels = batch.get("labels")
+    if not torch.is_tensor(labels) or labels.is_floating_point():
+        return len(next(value for value in batch.values() if torch.is_tensor(value)))
+    causal = mapped_class(AutoModelForCausalLM, type(model.config)) is type(model)
+    return int(((labels[..., 1:] if causal else labels) != -100).sum())
+
+
+def layer_places(model: Any, architecture: Architecture) -> list[tuple[str, int]]:
+    """(stack, number) of each layer, in the order of the forward."""
+    depths = architecture.depths(model.config)
+    return [(stack, number) for stack, depth in depths.items() for number in range(depth)]
+
+
+def loss_rises(
+    model: Any,
+    data: Any,
+    changes: Mapping[P, tuple[Any, Callable[[], AbstractContextManager[Any]]]],
+    owner: str,
+    description: str,
+) -> dict[P, float]:
+    """Key -> rise of the loss by its change, as a mean over all labels. `changes`: key -> (a module of the layer that is changed,
+    or the layer; what changes it, inside a context). The layers before it are computed once a batch."""
+    architecture = architecture_for(model)
+    layers = [
+        surgery.layers_of(model, architecture, stack)[number] for stack, number in layer_places(model, architecture)
+    ]
+    place_of = {module: place for place, layer in enumerate(layers) for module in layer.modules()}
+    rises, labels = dict.fromkeys(changes, 0.0), 0
+    for batch in batches_on(model, data, description):
+        with ExitStack() as stack:
+            results: list[Any] = []
+            for layer in layers:
+                stack.enter_context(layer.register_forward_hook(lambda _, __, result, to=results: to.append(result)))
+            loss = loss_of(model, batch, owner)
+        count = count_labels(model, batch)
+        labels += count
+        for key, (module, change) in changes.items():
+            earlier = layers[: place_of[module]] if len(results) == len(layers) else []  # else not all of them have run
+            with _replayed(earlier, results), change():
+                rises[key] += count * float(loss_of(model, batch, owner) - loss)
+    return {key: rise / labels for key, rise in rises.items()}
+
+
+@contextmanager
+def _replayed(layers: list[Any], results: list[Any]) -> Iterator[None]:
+    """Let each layer return its recorded result instead of computing."""
+    forwards = [vars(layer).get("forward") for layer in layers]
+    for layer, result in zip(layers, results, strict=False):
+        layer.forward = lambda *_, _result=result, **__: _result
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            del layer.forward
+            if forward is not None:  # a method, such as LayerDrop, has set it
+                layer.forward = forward
 
 
 def inputs_and_gradients(

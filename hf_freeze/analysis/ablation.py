@@ -1,5 +1,6 @@
 """Measure how much a model loses without an attention head, and whether that is more than chance."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_freeze.analysis._probe import batches_on, check_model, input_hooks, loss_of
-from hf_freeze.analysis.head_importance import count_heads, count_labels, output_projections
+from hf_freeze.analysis._probe import check_model, input_hooks, loss_rises
+from hf_freeze.analysis.head_importance import Heads, heads_of
 from hf_freeze.analysis.significance import Difference, compare, enough_replicates
-from hf_freeze.architectures.base import Architecture
 from hf_freeze.io import whole_lines, write_whole
 from hf_freeze.model.running import in_eval_mode
 from hf_freeze.progress import track
@@ -51,16 +51,20 @@ def head_ablation(
         raise ValueError("head_ablation: give one of data and evaluate")
     if path is not None and evaluate is None:
         raise ValueError(f"head_ablation(path={str(path)!r}): only works with evaluate; with data, leave path out")
-    outputs, sizes = output_projections(model, architecture)
-    counts = count_heads(outputs, sizes)
-    heads = [(name, head) for name, count in counts.items() for head in range(count)]
+    attentions = heads_of(model, architecture)
+    masks = {
+        (name, head): (one.output, functools.partial(_masked, one, head, keep_one))
+        for name, one in attentions.items()
+        for head in range(one.count)
+    }
     with in_eval_mode(model), torch.no_grad():
-        if evaluate is not None:
-            file = None if path is None else Path(path)
-            losses = _score_drops(model, evaluate, outputs, sizes, heads, keep_one, file)
+        if evaluate is None:
+            losses = loss_rises(model, data, masks, "head_ablation", "Masking heads")
         else:
-            losses = _loss_rises(model, architecture, data, outputs, sizes, heads, keep_one)
-    return {name: torch.tensor([losses[name, head] for head in range(count)]) for name, count in counts.items()}
+            measurement = {"keep_one": keep_one, "model": fingerprint(model)} if path else {}
+            scores = _scores(model, evaluate, masks, None if path is None else Path(path), measurement)
+            losses = {head: scores[None] - scores[head] for head in masks}
+    return {name: torch.tensor([losses[name, head] for head in range(one.count)]) for name, one in attentions.items()}
 
 
 def head_ablation_tests(path: str | Path, score: Callable[[np.ndarray], np.ndarray]) -> dict[str, list[Difference]]:
@@ -78,10 +82,7 @@ def head_ablation_tests(path: str | Path, score: Callable[[np.ndarray], np.ndarr
         raise ValueError(
             f"{path} has no items of a test set to compare: let evaluate of head_ablation return (score, items)"
         )
-    rows = {
-        (line["attention"], line["head"]) if "head" in line else None: [np.array(line["items"], float)]
-        for line in lines
-    }
+    rows = {_head(line): [np.array(line["items"], float)] for line in lines}
     names = {head: "whole" if head is None else f"{head[0]} {head[1]}" for head in rows}
     found = compare(
         {names[head]: items for head, items in rows.items()},
@@ -96,45 +97,40 @@ def head_ablation_tests(path: str | Path, score: Callable[[np.ndarray], np.ndarr
 
 
 @contextmanager
-def _masked(output: Any, size: int, head: int, keep_one: bool) -> Iterator[None]:
-    """Mask the context of this head, or with `keep_one` of all other heads, before the projection `output`."""
+def _masked(heads: Heads, head: int, keep_one: bool) -> Iterator[None]:
+    """Mask the context of this head, or with `keep_one` of all other heads, before the projection."""
 
     def mask(_: str, context: torch.Tensor) -> torch.Tensor:
-        gates = torch.full(
-            (context.shape[-1] // size,), float(not keep_one), device=context.device, dtype=context.dtype
-        )
+        gates = context.new_full((heads.count,), float(not keep_one))
         gates[head] = float(keep_one)
-        return context * gates.repeat_interleave(size)
+        return context * gates.repeat_interleave(heads.size)
 
-    with input_hooks({"": output}, mask):
+    with input_hooks({"": heads.output}, mask):
         yield
 
 
-def _score_drops(
+def _scores(
     model: Any,
     evaluate: Callable[[Any], Any],
-    outputs: dict[str, Any],
-    sizes: dict[str, int],
-    heads: list[Head],
-    keep_one: bool,
+    masks: Mapping[Head, tuple[Any, Callable[[], Any]]],
     path: Path | None,
-) -> dict[Head, float]:
-    """Head -> drop of the score. The first line of the file identifies the measurement; each further line holds one score."""
-    measurement = {"keep_one": keep_one, "model": fingerprint(model)} if path else {}
-    scores: dict[Head | None, float] = {}  # None: the whole model
+    measurement: dict[str, Any],
+) -> dict[Head | None, float]:
+    """Head, or None for the whole model -> score. The first line of the file is the `measurement`; each other holds one score."""
+    scores: dict[Head | None, float] = {}
     if path is not None and path.exists():
         first, *lines = map(json.loads, whole_lines(path) or ["{}"])
         if first != measurement:
             raise ValueError(
                 f"{path} is of another measurement: of {first}, not {measurement}; give another path, or delete it"
             )
-        scores = {(line["attention"], line["head"]) if "head" in line else None: line["score"] for line in lines}
+        scores = {_head(line): line["score"] for line in lines}
     elif path is not None:
         write_whole(path, json.dumps(measurement) + "\n")
-    for head in track([None, *heads], "Masking heads"):
+    for head in track([None, *masks], "Masking heads"):
         if head in scores:
             continue
-        with nullcontext() if head is None else _masked(outputs[head[0]], sizes[head[0]], head[1], keep_one):
+        with nullcontext() if head is None else masks[head][1]():
             result = evaluate(model)
         score, items = result if isinstance(result, tuple) else (result, None)
         if not isinstance(score, int | float) or not math.isfinite(score):
@@ -147,64 +143,9 @@ def _score_drops(
             fields |= {"score": float(score)} | ({} if items is None else {"items": np.asarray(items).tolist()})
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(fields) + "\n")
-    return {head: scores[None] - scores[head] for head in heads}
+    return scores
 
 
-def _loss_rises(
-    model: Any,
-    architecture: Architecture,
-    data: Any,
-    outputs: dict[str, Any],
-    sizes: dict[str, int],
-    heads: list[Head],
-    keep_one: bool,
-) -> dict[Head, float]:
-    """Head -> rise of the loss, as a mean over all labels."""
-    layers = [
-        model.base_model.get_submodule(stack.layers.format(number))
-        for name, stack in architecture.stacks.items()
-        for number in range(architecture.depths(model.config)[name])
-    ]
-    layer_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
-    rises, labels = dict.fromkeys(heads, 0.0), 0
-    for batch in batches_on(model, data, "Masking heads"):
-        with recorded(layers) as results:
-            loss = loss_of(model, batch, "head_ablation")
-        if len(results) != len(layers):
-            raise ValueError(
-                f"only {len(results)} of {len(layers)} layers have run, and all must run to mask heads one by one"
-            )
-        count = count_labels(model, batch)
-        labels += count
-        for name, head in heads:
-            earlier = layers[: layer_of[outputs[name]]]
-            with replayed(earlier, results), _masked(outputs[name], sizes[name], head, keep_one):
-                rises[name, head] += count * float(loss_of(model, batch, "head_ablation") - loss)
-    return {head: rise / labels for head, rise in rises.items()}
-
-
-@contextmanager
-def recorded(layers: list[Any]) -> Iterator[list[Any]]:
-    """A list that collects the results of the layers, in order."""
-    results: list[Any] = []
-    handles = [layer.register_forward_hook(lambda _, __, result: results.append(result)) for layer in layers]
-    try:
-        yield results
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def replayed(layers: list[Any], results: list[Any]) -> Iterator[None]:
-    """Let each layer return its recorded result instead of computing."""
-    forwards = [vars(layer).get("forward") for layer in layers]
-    for layer, result in zip(layers, results, strict=False):
-        layer.forward = lambda *_, _result=result, **__: _result
-    try:
-        yield
-    finally:
-        for layer, forward in zip(layers, forwards, strict=True):
-            del layer.forward
-            if forward is not None:  # a method, such as LayerDrop, has set it
-                layer.forward = forward
+def _head(line: Mapping[str, Any]) -> Head | None:
+    """The head that a line of the file is about; None for the whole model."""
+    return (line["attention"], line["head"]) if "head" in line else None

@@ -5,15 +5,13 @@ Shapes: B batch, T tokens, N heads. The context of a head is its part of the inp
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from hf_freeze import methods
-from hf_freeze.analysis._probe import batches_on, check_model, inputs_and_gradients
+from hf_freeze.analysis._probe import batches_on, check_model, count_labels, inputs_and_gradients
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.compat.transformers import mapped_class
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.gated import Gated
 from hf_freeze.layers.no_attention import NoHeads
@@ -50,19 +48,17 @@ def head_importance(
     architecture = check_model(model)
     check_choice(reduction, REDUCTIONS, "head_importance", "reduction")
     check_choice(normalize, NORMALIZATIONS, "head_importance", "normalize")
-    outputs, sizes = output_projections(model, architecture)
-    sums = {
-        name: torch.zeros(count, dtype=torch.float64, device=model.device)
-        for name, count in count_heads(outputs, sizes).items()
-    }
-    counts = dict.fromkeys(outputs, 0)
+    heads = heads_of(model, architecture)
+    outputs = {name: one.output for name, one in heads.items()}
+    sums = {name: torch.zeros(one.count, dtype=torch.float64, device=model.device) for name, one in heads.items()}
+    counts = dict.fromkeys(heads, 0)
     with in_eval_mode(model):
         for batch in batches_on(model, dataloader, "Scoring heads"):
             labels = count_labels(model, batch)
             contexts = inputs_and_gradients(model, batch, outputs, "head_importance")
             for name, (context, gradient) in contexts.items():
                 mask = token_mask(architecture, model, batch, name, context)
-                product = (context.double() * gradient).unflatten(-1, (-1, sizes[name])).sum(-1) * labels
+                product = (context.double() * gradient).unflatten(-1, (-1, heads[name].size)).sum(-1) * labels
                 product = product * mask[..., None]  # (B, T, N)
                 if reduction == "per_token":
                     score, count = product.abs().sum((0, 1)), int(mask.sum())
@@ -73,35 +69,31 @@ def head_importance(
                 sums[name] += score
                 counts[name] += count
     sums, counts = _sum_over_processes(sums), _sum_over_processes(counts)
-    for name in outputs:
+    for name in heads:
         if not counts[name]:
             raise ValueError(f"no batch has reached {name!r}: it cannot be scored")
-    scores = {name: sums[name] / counts[name] for name in outputs}
+    scores = {name: sums[name] / counts[name] for name in heads}
     if normalize == "layer":
         scores = {name: score / score.norm().clamp(min=torch.finfo(score.dtype).tiny) for name, score in scores.items()}
     return {name: score.float().cpu() for name, score in scores.items()}
 
 
-def output_projections(model: Any, architecture: Architecture) -> tuple[dict[str, Any], dict[str, int]]:
-    """Attention -> its output projection, and attention -> the size of a head, for each attention that has heads."""
-    attentions = architecture.attentions(model.config)
-    modules = {name: model.base_model.get_submodule(attention.o) for name, attention in attentions.items()}
-    outputs = {name: output for name, output in modules.items() if not isinstance(output, NoHeads)}
-    return outputs, {name: attentions[name].head_size(model.config) for name in outputs}
+class Heads(NamedTuple):
+    """The heads of an attention: the projection of their contexts, the size of one, and how many there are."""
+
+    output: Any
+    size: int
+    count: int
 
 
-def count_heads(outputs: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
-    """Attention -> number of its heads, from the results of `output_projections`."""
-    return {name: features(output)[0] // sizes[name] for name, output in outputs.items()}
-
-
-def count_labels(model: Any, batch: Mapping[str, Any]) -> int:
-    """The number of labels over which the loss of the batch is a mean."""
-    labels = batch.get("labels")
-    if not torch.is_tensor(labels) or labels.is_floating_point():
-        return len(next(value for value in batch.values() if torch.is_tensor(value)))
-    causal = mapped_class(AutoModelForCausalLM, type(model.config)) is type(model)
-    return int(((labels[..., 1:] if causal else labels) != -100).sum())
+def heads_of(model: Any, architecture: Architecture) -> dict[str, Heads]:
+    """Attention -> its heads, for each attention that has some."""
+    heads = {}
+    for name, attention in architecture.attentions(model.config).items():
+        output, size = model.base_model.get_submodule(attention.o), attention.head_size(model.config)
+        if not isinstance(output, NoHeads):
+            heads[name] = Heads(output, size, features(output)[0] // size)
+    return heads
 
 
 def _sum_over_processes(values: dict[str, Any]) -> dict[str, Any]:

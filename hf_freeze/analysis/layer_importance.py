@@ -1,16 +1,15 @@
 """What a layer is worth to a trained model: by the loss without it, or by how much it changes its input."""
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from hf_freeze import surgery
-from hf_freeze.analysis._probe import batches_on, check_model, loss_of
-from hf_freeze.analysis.ablation import recorded, replayed
-from hf_freeze.analysis.head_importance import count_labels
+from hf_freeze.analysis._probe import batches_on, check_model, layer_places, loss_rises
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.methods import LayerDrop, LayerSelection
@@ -53,9 +52,9 @@ def layer_importance(
     with in_eval_mode(model), torch.no_grad():
         if measure == "similarity":
             return _block_influence(model, architecture, data, depths)
-        places = _layers(model, architecture) if unit == "layers" else _sublayers(model, architecture)
-        rises = _loss_rises(model, architecture, data, places)
-    scores = {name: torch.full((depths[name.split(".")[0]],), torch.nan) for name, _ in places}
+        changes = _without_layers(model, architecture) if unit == "layers" else _without_sublayers(model, architecture)
+        rises = loss_rises(model, data, changes, "layer_importance", "Leaving out layers")
+    scores = {name: torch.full((depths[name.split(".")[0]],), torch.nan) for name, _ in changes}
     for (name, number), rise in rises.items():
         scores[name][number] = rise
     return scores
@@ -104,26 +103,32 @@ def select_layers(scores: Mapping[str, torch.Tensor], keep: Mapping[str, int]) -
     return LayerSelection(keep=kept)
 
 
-Place = tuple[str, int]  # stack, or stack and kind of sublayer; number of the layer
+Changes = dict[tuple[str, int], Any]  # (stack, or stack and kind of sublayer; number of the layer) -> see `loss_rises`
 
 
-def _layers(model: Any, architecture: Architecture) -> dict[Place, None]:
-    """The layers, in the order of the forward."""
-    return {
-        (stack, number): None for stack, depth in architecture.depths(model.config).items() for number in range(depth)
-    }
+def _without_layers(model: Any, architecture: Architecture) -> Changes:
+    changes: Changes = {}
+    for stack, number in layer_places(model, architecture):
+        layer = surgery.layers_of(model, architecture, stack)[number]
+        returns_tuple = architecture.stacks[stack].returns_tuple
+        changes[stack, number] = layer, functools.partial(left_out, layer, returns_tuple=returns_tuple)
+    return changes
 
 
-def _sublayers(model: Any, architecture: Architecture) -> dict[Place, str]:
-    """The sublayers, each with the linear, below its layer, that it ends with."""
-    stacks = list(architecture.stacks)
+def _without_sublayers(model: Any, architecture: Architecture) -> Changes:
+    """The outputs of the linear that a sublayer ends with are zero."""
     for unit in (ATTENTION, FFN):
-        check_sublayers(unit, architecture, model.config, stacks, "layer_importance(unit='sublayers')")
-    return {
-        (f"{stack}.{kind}", number): linear
-        for stack, number in _layers(model, architecture)
-        for kind, linear in last_linears(architecture, model.config, stack, number).items()
-    }
+        check_sublayers(
+            unit, architecture, model.config, list(architecture.stacks), "layer_importance(unit='sublayers')"
+        )
+    changes: Changes = {}
+    for stack, number in layer_places(model, architecture):
+        layer = surgery.layers_of(model, architecture, stack)[number]
+        for kind, name in last_linears(architecture, model.config, stack, number).items():
+            linear = layer.get_submodule(name)
+            silence = functools.partial(linear.register_forward_hook, lambda _, __, output: torch.zeros_like(output))
+            changes[f"{stack}.{kind}", number] = layer, silence
+    return changes
 
 
 @contextmanager
@@ -143,64 +148,24 @@ class _AlwaysSkipped(Skipped):
         return self.alternative(hidden_states, *args, **kwargs)
 
 
-@contextmanager
-def _silenced(linear: Any) -> Iterator[None]:
-    """Inside, the outputs of `linear` are zero."""
-    handle = linear.register_forward_hook(lambda module, arguments, output: torch.zeros_like(output))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _loss_rises(
-    model: Any, architecture: Architecture, data: Any, places: Mapping[Place, str | None]
-) -> dict[Place, float]:
-    """Place -> rise of the loss without it, as a mean over all labels. `places`: with the linear to silence; None: the layer."""
-    order = list(_layers(model, architecture))
-    layers = [surgery.layers_of(model, architecture, stack)[number] for stack, number in order]
-    rises, labels = dict.fromkeys(places, 0.0), 0
-    for batch in batches_on(model, data, "Leaving out layers"):
-        with recorded(layers) as results:
-            loss = loss_of(model, batch, "layer_importance")
-        count = count_labels(model, batch)
-        labels += count
-        for (name, number), linear in places.items():
-            stack = name.split(".")[0]
-            position = order.index((stack, number))
-            earlier = layers[:position] if len(results) == len(layers) else []  # else not all of them have run
-            layer = layers[position]
-            if linear is None:
-                without: Any = left_out(layer, returns_tuple=architecture.stacks[stack].returns_tuple)
-            else:
-                without = _silenced(layer.get_submodule(linear))
-            with replayed(earlier, results), without:
-                rises[name, number] += count * float(loss_of(model, batch, "layer_importance") - loss)
-    return {place: rise / labels for place, rise in rises.items()}
-
-
 def _block_influence(
     model: Any, architecture: Architecture, data: Any, depths: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    sums = {stack: torch.zeros(depth, dtype=torch.float64) for stack, depth in depths.items()}
-    tokens = {stack: torch.zeros(depth, dtype=torch.float64) for stack, depth in depths.items()}
+    sums, tokens = (
+        {stack: torch.zeros(depth, dtype=torch.float64) for stack, depth in depths.items()} for _ in range(2)
+    )
     seen: list[tuple[str, int, torch.Tensor, torch.Tensor]] = []
 
-    def observe(stack: str, number: int) -> Any:
-        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            before = args[0] if args else kwargs["hidden_states"]
-            after = output[0] if isinstance(output, tuple | list) else output
-            seen.append((stack, number, before, after))
+    def observe(stack: str, number: int, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        before = args[0] if args else kwargs["hidden_states"]
+        seen.append((stack, number, before, output[0] if isinstance(output, tuple | list) else output))
 
-        return hook
-
-    handles = [
-        surgery.layers_of(model, architecture, stack)[number].register_forward_hook(
-            observe(stack, number), with_kwargs=True
-        )
-        for stack, number in _layers(model, architecture)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for stack, number in layer_places(model, architecture):
+            layer = surgery.layers_of(model, architecture, stack)[number]
+            hooks.enter_context(
+                layer.register_forward_hook(functools.partial(observe, stack, number), with_kwargs=True)
+            )
         for batch in batches_on(model, data, "Comparing layers"):
             seen.clear()
             model(**batch)
@@ -209,7 +174,4 @@ def _block_influence(
                 mask = token_mask(architecture, model, batch, f"{stack}.", before)
                 sums[stack][number] += float(influence[mask].double().sum())
                 tokens[stack][number] += int(mask.sum())
-    finally:
-        for handle in handles:
-            handle.remove()
     return {stack: (sums[stack] / tokens[stack]).float() for stack in depths}

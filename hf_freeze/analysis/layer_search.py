@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from hf_freeze.analysis._probe import check_model, loss_of
+from hf_freeze.analysis._probe import check_model, count_labels, loss_of
 from hf_freeze.analysis.depth import extract_depth
-from hf_freeze.analysis.head_importance import count_labels
 from hf_freeze.methods import LayerSelection
 from hf_freeze.methods._checks import check_positive
 from hf_freeze.model.make import make_variant

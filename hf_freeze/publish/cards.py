@@ -23,7 +23,6 @@ from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
 from hf_freeze.model.native_code import is_native
 from hf_freeze.model.remote_code import has_remote_code
-from hf_freeze.publish.card_sections import compression_section, vocabulary_section
 from hf_freeze.run_folder import commands_of, run_folder
 
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
@@ -93,17 +92,12 @@ def read_trained_model(folder: Path) -> TrainedModel:
         return TrainedModel(model, None, None, _read_json(model / TRIMMING))
     if (model / COMPRESSION).exists():
         return TrainedModel(model, None, None, compression=_read_json(model / COMPRESSION))
-    run, documents = model.parent, []
+    run = model.parent
     if model.name != "model" or not (run / "run.json").exists():
         return TrainedModel(model, None, None)
-    for name in ("metrics.json", "run.json"):
-        try:
-            documents.append(json.loads((run / name).read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ValueError(f"{run} is not finished: {name} is missing") from None
-        except ValueError as error:
-            raise ValueError(f"{run / name} is damaged: {error}") from None
-    return TrainedModel(model, *documents)
+    if not (run / "metrics.json").exists():
+        raise ValueError(f"{run} is not finished: metrics.json is missing")
+    return TrainedModel(model, _read_json(run / "metrics.json"), _read_json(run / "run.json"))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -154,46 +148,43 @@ def model_card(
     model = empty_model(source.model) if model is None else model
     is_variant, task = isinstance(model, VariantMixin), task_of(model)
     remote_code = is_variant and (remote_code or has_remote_code(model.config))
-    needs_hf_freeze = is_variant and not (remote_code and is_native(model))
-    name = repo_id or "REPO_ID"
-    trained_on = list(datasets) or _hub_data(source)
+    name, settings = repo_id or "REPO_ID", source.settings or {}
+    trained_on = list(datasets) or ([settings["data"]["hub"]] if "hub" in settings.get("data", {}) else [])
     results = _results(source, task, trained_on)
+    tags = dict.fromkeys(method["method"].replace("_", "-") for method in model.config.methods) if is_variant else {}
     data = ModelCardData(
         library_name="transformers" if remote_code or not is_variant else "hf_freeze",
         pipeline_tag=_TAGS[task],
-        base_model=base_model or (source.trimming or {}).get("base_model") or _pretrained(source),
+        base_model=base_model or (source.trimming or {}).get("base_model") or _pretrained(settings),
         datasets=trained_on or None,
         language=list(language) or None,
         license=license,
         metrics=[result.metric_type for result in results] or None,
-        tags=_tags(model) if is_variant else None,
+        tags=["hf_freeze", *tags] if is_variant else None,
         model_name=name.split("/")[-1],
         eval_results=results or None,
     )
-    native = type(model).native_class.__name__ if is_variant else type(model).__name__
     counts = count_parameters(model)
-    sizes = [*counts.by_component.items(), ("all", counts)]
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
-        title=name.split("/")[-1],
-        summary=_summary(source, native, is_variant),
-        example=_example(name, task, needs_hf_freeze, remote_code),
+        source=source,
+        record=source.record,
+        repository=name,
+        task=task,
+        pipeline=_TAGS[task],
+        auto_class=AUTO_CLASSES[task].__name__,
+        input=_INPUTS.get(_TAGS[task], '"A sentence"'),
+        native=(type(model).native_class if is_variant else type(model)).__name__,
+        is_variant=is_variant,
+        remote_code=remote_code,
+        needs_hf_freeze=is_variant and not (remote_code and is_native(model)),
+        how_to_install=how_to_install(),
         methods=[_describe(settings) for settings in getattr(model.config, "methods", ())],
         calibration=getattr(model.config, "calibration", None),
-        vocabulary=vocabulary_section(source.trimming) if source.trimming else None,
-        compression=compression_section(source.compression, _TAGS[task]) if source.compression else None,
-        sizes=sizes,
+        sizes=[*counts.by_component.items(), ("all", counts)],
         stored_bytes=stored_bytes(model),
-        multiply_adds=(source.record or {}).get("multiply_adds"),
-        results=[
-            {"name": label, "data": _data_name(source) + _split(source), "value": value}
-            for label, value in _scores(source.record)
-        ],
-        comparison=_comparison(source),
-        pictures=[path.name for path in source.pictures],
-        training=_training(source),
-        limits=_limits(source, needs_hf_freeze),
+        **({} if source.record is None else _of_run(source)),
     )
 
 
@@ -201,11 +192,6 @@ def shortened(value: Any) -> Any:
     """A long list, such as the ids of a vocabulary, as a string with its first and last values; other values are unchanged."""
     is_long = isinstance(value, list) and len(value) > 20
     return f"{value[:3]} ... {value[-1:]} ({len(value)})".replace("] ... [", ", ..., ") if is_long else value
-
-
-def _tags(model: Any) -> list[str]:
-    names = dict.fromkeys(method["method"] for method in model.config.methods)
-    return ["hf_freeze", *(name.replace("_", "-") for name in names)]
 
 
 def _describe(settings: dict[str, Any]) -> dict[str, Any]:
@@ -226,53 +212,14 @@ def _describe(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _summary(source: TrainedModel, native: str, is_variant: bool) -> str:
-    if source.compression:
-        return f"A `{native}`, made by `hf-freeze compress` for a budget of {source.compression['budget']}."
-    label = f" Row “{source.record['label']}” of the grid `{source.record['recipe']}`." if source.record else ""
-    if not is_variant and source.trimming:
-        before, after = (source.trimming[when]["tokens"] for when in ("before", "after"))
-        return f"A `{native}` with {after:,} of its {before:,} tokens, the ones that some texts need. Trimmed by hf_freeze."
-    if not is_variant:
-        return f"A `{native}`.{label}"
-    return f"A `{native}`, changed by hf_freeze with the methods below.{label}"
-
-
-def _example(name: str, task: str, needs_hf_freeze: bool, remote_code: bool) -> str:
-    option = ", trust_remote_code=True" if remote_code else ""
-    if task == "seq2seq-lm" and remote_code and not needs_hf_freeze:  # the translation pipeline is part of hf_freeze
-        return (
-            "from transformers import AutoModelForSeq2SeqLM, AutoTokenizer\n"
-            f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
-            f'model = AutoModelForSeq2SeqLM.from_pretrained("{name}", trust_remote_code=True)\n'
-            'print(tokenizer.batch_decode(model.generate(**tokenizer("A sentence", return_tensors="pt"))))'
-        )
-    first = []
-    if needs_hf_freeze and remote_code:  # the repository's code imports it
-        first = [f"# needs hf_freeze, {how_to_install()}"]
-    elif needs_hf_freeze or task == "seq2seq-lm":
-        first = [f"import hf_freeze  # {how_to_install()}"]
-    if task in ("question-answering", "multiple-choice"):  # transformers 5 has no pipeline for them
-        auto = AUTO_CLASSES[task].__name__
-        return "\n".join([*first, f"from transformers import {auto}", f'{auto}.from_pretrained("{name}"{option})'])
-    example = _INPUTS.get(_TAGS[task], '"A sentence"')
-    lines = ["from transformers import pipeline", f'pipe = pipeline("{_TAGS[task]}", model="{name}"{option})']
-    return "\n".join([*first, *lines, f"print(pipe({example}))"])
-
-
-def _pretrained(source: TrainedModel) -> str | None:
+def _pretrained(settings: dict[str, Any]) -> str | None:
     """The Hub id of the pretrained model that the run started from; None for a local folder or fresh weights."""
-    name = str((source.settings or {}).get("backbone", {}).get("pretrained", ""))
+    name = str(settings.get("backbone", {}).get("pretrained", ""))
     return name if _HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
-def _hub_data(source: TrainedModel) -> list[str]:
-    data = (source.settings or {}).get("data", {})
-    return [data["hub"]] if "hub" in data else []
-
-
-def _data_name(source: TrainedModel) -> str:
-    data = (source.settings or {})["data"]
+def _data_name(data: dict[str, Any]) -> str:
+    """`data`: as the recipe says."""
     if "builtin" in data:
         return "the built-in corpus of hf_freeze"
     if "hub" in data:
@@ -282,22 +229,16 @@ def _data_name(source: TrainedModel) -> str:
     return f"{Path(data['root']).name} ({files})" if "root" in data else files
 
 
-def _split(source: TrainedModel) -> str:
-    """What is not the test split is said: of the trials of a search."""
-    split = (source.record or {}).get("scored_on", "test")
-    return "" if split == "test" else f", {split} split"
-
-
-def _scores(record: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _scores(record: dict[str, Any]) -> list[tuple[str, str]]:
     """(our label of a metric, its formatted value)"""
-    metrics = (record or {}).get("metrics", {})
+    metrics = record["metrics"]
     return [(label, form.format(metrics[key])) for key, (_, label, form) in _METRICS.items() if key in metrics]
 
 
 def _results(source: TrainedModel, task: str, datasets: Sequence[str]) -> list[EvalResult]:
-    if source.record is None:
+    if source.record is None or source.settings is None:
         return []
-    name = _data_name(source)
+    name = _data_name(source.settings["data"])
     # The metadata needs the id of a data set; without one, the name joined by hyphens serves.
     dataset_id = datasets[0] if datasets else name.split(" (")[0].replace(" ", "-")
     return [
@@ -315,64 +256,20 @@ def _results(source: TrainedModel, task: str, datasets: Sequence[str]) -> list[E
     ]
 
 
-def _comparison(source: TrainedModel) -> str:
-    """The scores and size of row 0 of the grid with the same seed, if that run is finished."""
-    if source.record is None:
-        return ""
-    signatures = "; ".join(f"`{signature}`" for signature in source.record.get("signatures", {}).values())
-    computed_by = f"Computed by: {signatures}." if signatures else ""
-    first = run_folder(source.grid, source.record | {"row": "0"}) / "metrics.json"
-    if source.record["row"] == "0" or not first.exists():
-        return computed_by
-    other = json.loads(first.read_text(encoding="utf-8"))
-    scores = ", ".join(map(" ".join, _scores(other)))
-    size = f"{other['parameters']['stored_bytes']:,} bytes"
-    return f"Row 0 of the same grid with the same seed, “{other['label']}”: {scores}, {size}. {computed_by}".strip()
-
-
-def _training(source: TrainedModel) -> list[str]:
-    if source.record is None or source.settings is None:
-        return []
-    record, environment = source.record, source.record["environment"]
+def _of_run(source: TrainedModel) -> dict[str, Any]:
+    """What the template shows of the run that trained the model. `first`: the record of row 0 of the grid with the same seed, if
+    that run is finished and another one; `other_seeds`: the records of finished runs of the same row."""
+    record, settings = source.record or {}, source.settings or {}
+    first = run_folder(source.grid, record | {"row": "0"}) / "metrics.json"
+    seeds = sorted(source.grid.glob(run_folder(Path(), record | {"seed": "*"}).name))
+    others = [run / "metrics.json" for run in seeds if run != source.model.parent]
     commands = [shlex.split(command) for command in commands_of(source.grid)]
-    start = source.settings.get("backbone", {}).get("pretrained")
-    start = f"the weights of {without_folder(start)}" if start else "fresh weights"
-    if "start" in source.settings:
-        start = f"the model of row {source.settings['start']['row']}"
-    steps = f"{record['steps']:,} steps, {record['epochs_trained']:g} epochs, seed {record['seed']}, from {start}"
-    facts = [f"Data: {_data_name(source).split(' (')[0]}. {steps}."]
-    if commands:
-        listed = "; ".join(f"`{shlex.join(map(without_folder, words))}`" for words in commands)
-        facts.append(f"Command: {listed}" if len(commands) == 1 else f"Commands of the grid of this model: {listed}")
-    minutes = record["seconds"]["train"] / 60
-    where = f"{environment['device']}, threads: {environment['threads']}, processes: {record['processes']}"
-    resumed = " after the last interruption" if record["resumed"] else ""
-    facts.append(f"Machine: {where}; {minutes:.0f} minutes of training{resumed}.")
-    versions = ", ".join(f"{name} {environment[name]}" for name in ("hf_freeze", "torch", "transformers", "python"))
-    commit = environment.get("commit")
-    facts.append(f"Code: {versions}" + (f", commit {commit}." if commit else "."))
-    return facts
-
-
-def _other_seeds(source: TrainedModel) -> str:
-    """The scores of finished runs of the same row with other seeds."""
-    assert source.record is not None
-    scores = []
-    for folder in sorted(source.grid.glob(run_folder(Path(), source.record | {"seed": "*"}).name)):
-        if folder == source.model.parent or not (folder / "metrics.json").exists():
-            continue
-        other = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-        scores.append(f"{' '.join(_scores(other)[0])} with seed {other['seed']}")
-    return f"Other seeds: {', '.join(scores)}." if scores else "Another seed would give other scores."
-
-
-def _limits(source: TrainedModel, needs_hf_freeze: bool) -> list[str]:
-    limits = [f"Loading it requires hf_freeze ({how_to_install()})."] if needs_hf_freeze else []
-    if source.trimming is not None:
-        limits.append(
-            "Text unlike the texts that the tokens were chosen for takes more tokens, and may get worse results."
-        )
-    if source.record is not None:
-        limits.append(f"The scores are of one training run. {_other_seeds(source)}".strip())
-        limits.append("It was tested on text similar to its training data only.")
-    return [*limits, "Bias and harmful output were not measured."]
+    start = settings.get("backbone", {}).get("pretrained")
+    return {
+        "data": _data_name(settings["data"]),
+        "scores": _scores,
+        "first": _read_json(first) if record["row"] != "0" and first.exists() else None,
+        "other_seeds": [_read_json(path) for path in others if path.exists()],
+        "commands": [shlex.join(map(without_folder, words)) for words in commands],
+        "pretrained": start and without_folder(start),
+    }

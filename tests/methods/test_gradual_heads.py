@@ -13,7 +13,7 @@ from support.schedules import STEPS, scheduled_model, trainer
 from support.training import objective, training_step
 
 from hf_freeze import analysis, make_variant
-from hf_freeze.analysis.head_importance import count_labels
+from hf_freeze.analysis._probe import count_labels
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers.masked_heads import MaskedHeads, settle

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hf_freeze import analysis, methods
-from hf_freeze.analysis.head_importance import count_heads, output_projections
+from hf_freeze.analysis.head_importance import heads_of
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.io import write_whole
 from hf_freeze.lab.recipes.recipe import Run
@@ -66,8 +66,8 @@ def pruning(settings: Heads, start: Path, model: Any, seed: int) -> methods.Head
     architecture = architecture_for(model)
     if settings.by == "random":
         draw = np.random.default_rng(seed)
-        counts = count_heads(*output_projections(model, architecture))
-        scores = {name: torch.from_numpy(draw.random(count)) for name, count in counts.items()}
+        attentions = heads_of(model, architecture)
+        scores = {name: torch.from_numpy(draw.random(heads.count)) for name, heads in attentions.items()}
     else:
         measured = read_head_scores(start)
         if settings.by not in measured:
