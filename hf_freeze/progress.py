@@ -1,7 +1,6 @@
 """Progress bars."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
@@ -10,15 +9,8 @@ from rich.progress import Progress
 T = TypeVar("T")
 
 
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A progress bar on stderr, on a terminal only. It disappears at the end."""
+def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
+    """Iterate over `items` with a progress bar on stderr, on a terminal only. It disappears at the end."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
-def track(items: Iterable[T], description: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over `items` with a progress bar."""
-    with progress_bar() as progress:
         yield from progress.track(items, description=description, total=total)

@@ -9,7 +9,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from rich.progress import Progress
 from torch import nn
 
 from hf_freeze import methods, surgery
@@ -19,9 +18,13 @@ from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.layers.tensor_train import check_ranks
 from hf_freeze.methods._checks import is_number
-from hf_freeze.progress import progress_bar
+from hf_freeze.progress import track
 
 _ROUNDING = 1e-10  # a smaller share of the energy may be a rounding error of fp32 weights and their Gram matrices
+_STEP, _TRAIN_STEP = (
+    1e-9,
+    1e-4,
+)  # of energy, in the search for a number of parameters; each loss of a train is computed again
 _LATENCY_STEP = 1e-3  # of energy; measured times vary by more than a finer step changes them
 
 Ranks = tuple[int, ...]
@@ -66,22 +69,20 @@ def choose_ranks(
     architecture = check_model(model)
     pattern = _pattern(method, settings)
     pattern.check(architecture, model.config)
-    chooser = _Chooser(model, method, pattern, settings)
     names = pattern.present_names(model, architecture)
     if not names:
         raise ValueError(
             f"{method.__name__}(components={pattern.components}): earlier methods have removed all of these linears; choose "
             "other components or layers"
         )
+    chooser = _Chooser(model, method, pattern, settings, names)
     chosen: dict[str, Ranks] = {}
-    with progress_bar() as progress:
-        chooser.decompose(names, progress)
-        if energy is not None:
-            chosen = chooser.at(1 - energy)
-        elif budget is not None:
-            chosen = chooser.within_budget(budget, progress)
-        elif max_latency is not None:
-            chosen = chooser.within_latency(max_latency, tokens, progress)
+    if energy is not None:
+        chosen = chooser.at(1 - energy)
+    elif budget is not None:
+        chosen = chooser.within_budget(budget)
+    elif max_latency is not None:
+        chosen = chooser.within_latency(max_latency, tokens)
     if not chosen:
         raise ValueError(f"{goal}: no factors would be smaller than the dense weights, so all linears would stay dense")
     return chooser.config(chosen)
@@ -110,29 +111,14 @@ def _pattern(method: type[Any], settings: dict[str, Any]) -> Any:
     return method(rank=1, **settings)
 
 
-class _Spectrum:
-    """The relation between the ranks of a linear and the share of its energy that they lose. `losses`: at this loss and above,
-    all ranks are 1."""
-
-    losses: int
-    step = 1e-9  # resolution of the search for a loss
-
-    def __init__(self, linear: nn.Module, modes: Any) -> None:
-        raise NotImplementedError
-
-    def ranks(self, loss: float) -> Ranks:
-        """The smallest ranks that lose at most this share of the squared norm."""
-        raise NotImplementedError
-
-    def size(self, ranks: Ranks) -> int:
-        """Number of parameters at these ranks, without a bias."""
-        raise NotImplementedError
+# A spectrum relates the ranks of a linear to the share of its energy that they lose. `losses`: the loss at which all ranks are 1.
+# `ranks(loss)`: the smallest ones that lose at most this share of the squared norm. `size(ranks)`: parameters without a bias.
 
 
-class _LowRankSpectrum(_Spectrum):
+class _LowRankSpectrum:
     losses = 1
 
-    def __init__(self, linear: nn.Module, modes: Any) -> None:
+    def __init__(self, linear: nn.Module, shape: Any) -> None:
         self.sizes = features(linear)
         self.lost = _lost(surgery.effective_weight(linear).double())
 
@@ -143,11 +129,12 @@ class _LowRankSpectrum(_Spectrum):
         return ranks[0] * sum(self.sizes)
 
 
-class _TuckerSpectrum(_Spectrum):
+class _TuckerSpectrum:
     """As `layers.tucker.tucker` with a loss: each mode may lose the same share."""
 
-    def __init__(self, linear: nn.Module, modes: Any) -> None:
-        self.modes = (*modes[0], *modes[1])
+    def __init__(self, linear: nn.Module, shape: Any) -> None:
+        in_modes, out_modes = modes_of(*features(linear), shape)
+        self.modes = (*in_modes, *out_modes)
         self.losses = len(self.modes)
         tensor = surgery.effective_weight(linear).T.double().reshape(self.modes)
         self.lost = [_lost(tensor.movedim(k, 0).reshape(mode, -1)) for k, mode in enumerate(self.modes)]
@@ -159,15 +146,13 @@ class _TuckerSpectrum(_Spectrum):
         return math.prod(ranks) + sum(mode * rank for mode, rank in zip(self.modes, ranks, strict=True))
 
 
-class _TensorTrainSpectrum(_Spectrum):
+class _TensorTrainSpectrum:
     """As `layers.tensor_train.tt_svd` with a loss, but several times faster: it computes no factors, and takes eigenvectors of
     the smaller Gram matrix instead of singular vectors. Each rank depends on the previous ones, so each loss is computed
     again."""
 
-    step = 1e-4
-
-    def __init__(self, linear: nn.Module, modes: Any) -> None:
-        self.linear, (self.in_modes, self.out_modes) = linear, modes
+    def __init__(self, linear: nn.Module, shape: Any) -> None:
+        self.linear, (self.in_modes, self.out_modes) = linear, modes_of(*features(linear), shape)
         check_ranks(self.in_modes, self.out_modes, [1] * (len(self.in_modes) + 1))
         self.losses = len(self.in_modes) - 1
 
@@ -195,7 +180,7 @@ class _TensorTrainSpectrum(_Spectrum):
         )
 
 
-_SPECTRA: dict[type, type[_Spectrum]] = {
+_SPECTRA: dict[type, Any] = {
     methods.LowRank: _LowRankSpectrum,
     methods.TensorTrain: _TensorTrainSpectrum,
     methods.Tucker: _TuckerSpectrum,
@@ -221,44 +206,39 @@ def _smallest(lost: torch.Tensor, allowed: float) -> int:
 class _Chooser:
     """Finds the smallest loss that fits a limit. A choice maps each linear that becomes smaller to its ranks."""
 
-    def __init__(self, model: Any, method: type[Any], pattern: Any, settings: dict[str, Any]) -> None:
-        self.model, self.method, self.pattern, self.settings = model, method, pattern, settings
+    def __init__(
+        self, model: Any, method: type[Any], pattern: Any, settings: dict[str, Any], names: Sequence[str]
+    ) -> None:
+        self.model, self.method, self.settings = model, method, settings
         self.linears: dict[str, Any] = {}
-        self.spectra: dict[str, _Spectrum] = {}
+        self.spectra: dict[str, Any] = {}
         self.times: dict[Any, float] = {}  # (shape, dtype, ranks ...) -> ms; ranks None is the dense linear
-
-    def decompose(self, names: Sequence[str], progress: Progress) -> None:
-        for name in progress.track(names, description="Decomposing linears"):
-            linear = surgery.dense_module(self.model, name, self.method.name, self.method.replaces)
+        for name in track(names, "Decomposing linears"):
+            linear = surgery.dense_module(model, name, method.name, method.replaces)
             if not linear.weight.isfinite().all():
                 raise ValueError(f"the weight of {name!r} is not finite")
             try:
-                shape = getattr(self.pattern, "shape", None)
-                modes = None if self.method is methods.LowRank else modes_of(*features(linear), shape)
-                self.spectra[name] = _SPECTRA[self.method](linear, modes)
+                self.spectra[name] = _SPECTRA[method](linear, getattr(pattern, "shape", None))
             except ValueError as error:
-                raise ValueError(f"method {self.method.name!r}, {name!r}: {error}") from None
+                raise ValueError(f"method {method.name!r}, {name!r}: {error}") from None
             self.linears[name] = linear
+        self.sizes = {name: _size(linear) for name, linear in self.linears.items()}
+        self.largest_loss = max(spectrum.losses for spectrum in self.spectra.values()) + 1  # at which every rank is 1
 
     def at(self, loss: float) -> dict[str, Ranks]:
         """The choice at this loss."""
-        choice = {}
-        for name, spectrum in self.spectra.items():
-            ranks = spectrum.ranks(max(loss, _ROUNDING))
-            if spectrum.size(ranks) < _size(self.linears[name]):
-                choice[name] = ranks
-        return choice
+        ranks = {name: spectrum.ranks(max(loss, _ROUNDING)) for name, spectrum in self.spectra.items()}
+        return {name: each for name, each in ranks.items() if self.spectra[name].size(each) < self.sizes[name]}
 
     def config(self, chosen: dict[str, Ranks]) -> Any:
         if self.method is methods.LowRank:
             return self.method(rank={name: ranks[0] for name, ranks in chosen.items()}, **self.settings)
         return self.method(ranks={name: list(ranks) for name, ranks in chosen.items()}, **self.settings)
 
-    def within_budget(self, budget: float, progress: Progress) -> dict[str, Ranks]:
+    def within_budget(self, budget: float) -> dict[str, Ranks]:
         def share(chosen: dict[str, Ranks]) -> float:
-            sizes = {name: _size(linear) for name, linear in self.linears.items()}
-            new_sizes = sizes | {name: self.spectra[name].size(ranks) for name, ranks in chosen.items()}
-            return sum(new_sizes.values()) / sum(sizes.values())
+            smaller = {name: self.spectra[name].size(ranks) for name, ranks in chosen.items()}
+            return sum((self.sizes | smaller).values()) / sum(self.sizes.values())
 
         least = self.at(self.largest_loss)
         if share(least) > budget:
@@ -266,53 +246,41 @@ class _Chooser:
                 f"budget={budget}: at rank 1, {share(least):.3g} of the parameters of the chosen linears are left; that is the "
                 "least possible"
             )
-        step = min(spectrum.step for spectrum in self.spectra.values())
-        return self._search(lambda chosen: share(chosen) <= budget, least, step, progress)
+        step = _TRAIN_STEP if self.method is methods.TensorTrain else _STEP
+        return self._search(lambda chosen: share(chosen) <= budget, least, step)
 
-    def within_latency(self, limit: float, tokens: int, progress: Progress) -> dict[str, Ranks]:
+    def within_latency(self, limit: float, tokens: int) -> dict[str, Ranks]:
         def ms(chosen: dict[str, Ranks]) -> float:
-            task = progress.add_task("Measuring layers", total=len(self.linears))
-            total = 0.0
-            for name in self.linears:
-                total += self._measure(name, chosen.get(name), tokens)
-                progress.advance(task)
-            progress.remove_task(task)
-            return total
+            return sum(self._measure(name, chosen.get(name), tokens) for name in self.linears)
 
-        least, dense = self.at(self.largest_loss), ms({})
-        if dense <= limit:
+        least = self.at(self.largest_loss)
+        for name in track(self.linears, "Measuring layers"):  # the slowest and the fastest, which are kept
+            self._measure(name, None, tokens)
+            self._measure(name, least.get(name), tokens)
+        if ms({}) <= limit:
             raise ValueError(
-                f"max_latency={limit}: the dense linears take only {dense:.3g} ms for {tokens} tokens; nothing to do"
+                f"max_latency={limit}: the dense linears take only {ms({}):.3g} ms for {tokens} tokens; nothing to do"
             )
-        if (smallest := ms(least)) > limit:
+        if ms(least) > limit:
             raise ValueError(
-                f"max_latency={limit}: for {tokens} tokens the dense linears take {dense:.3g} ms, and at rank 1 it is still "
-                f"{smallest:.3g} ms"
+                f"max_latency={limit}: for {tokens} tokens the dense linears take {ms({}):.3g} ms, and at rank 1 it is still "
+                f"{ms(least):.3g} ms"
             )
-        return self._search(lambda chosen: ms(chosen) <= limit, least, _LATENCY_STEP, progress)
-
-    @property
-    def largest_loss(self) -> float:
-        """A loss at which every rank is 1."""
-        return max(spectrum.losses for spectrum in self.spectra.values()) + 1
+        return self._search(lambda chosen: ms(chosen) <= limit, least, _LATENCY_STEP)
 
     def _search(
-        self, fits: Callable[[dict[str, Ranks]], bool], least: dict[str, Ranks], step: float, progress: Progress
+        self, fits: Callable[[dict[str, Ranks]], bool], least: dict[str, Ranks], step: float
     ) -> dict[str, Ranks]:
         """The choice at the smallest loss that fits, by bisection; `least` fits."""
         if fits(largest := self.at(0.0)):
             return largest
         below, above, best = 0.0, self.largest_loss, least
-        task = progress.add_task("Searching", total=math.ceil(math.log2(above / step)))
-        while above - below > step:
+        for _ in track(range(math.ceil(math.log2(above / step))), "Searching"):
             middle = (below + above) / 2
-            chosen = self.at(middle)
-            if fits(chosen):
+            if fits(chosen := self.at(middle)):
                 above, best = middle, chosen
             else:
                 below = middle
-            progress.advance(task)
-        progress.remove_task(task)
         return best
 
     def _measure(self, name: str, ranks: Ranks | None, tokens: int) -> float:

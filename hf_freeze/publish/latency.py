@@ -6,6 +6,8 @@ turns, so that other load on the machine hits all of them alike, and a ratio of 
     results = measure(["runs/theseus/row-0-seed-1/model", "model-onnx-int8"], texts)
 """
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -22,6 +24,7 @@ import numpy as np
 from hf_freeze.io import write_whole
 from hf_freeze.publish.export.folders import MODEL_FILES, mark_of
 from hf_freeze.publish.export.parts import GENERATING
+from hf_freeze.publish.markdown import markdown_table
 
 BATCHES = (1, 32)
 _ALONE, _TOGETHER = 16, 128  # texts of a round in batches of one, and in the others
@@ -47,6 +50,13 @@ class Latency:
     first: list[float] = field(default_factory=list)
     batches: dict[int, list[float]] = field(default_factory=dict)
     sizes: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def add(self, batch: int, texts: Sequence[str], answer: dict[str, Any]) -> None:
+        """What the process has measured of a batch."""
+        self.batches.setdefault(batch, []).append(answer["ms"])
+        self.sizes.setdefault(batch, []).append((len(texts), answer["tokens"]))
+        if "first" in answer:
+            self.first.append(answer["first"])
 
     def per_text(self, batch: int) -> float:
         """ms a text, in batches of this size."""
@@ -108,22 +118,26 @@ def measure(
     settings = {"new_tokens": new_tokens, "exactly": exactly, "threads": threads}
     if busy := _busy():
         say(f"this machine is busy ({busy}): times will be too long")
-    servers: list[_Server] = []
-    try:
-        for number, folder in enumerate(folders, start=1):
+    results, asks = [], []
+    with contextlib.ExitStack() as stack:
+        for number, folder in enumerate(map(str, folders), start=1):
             say(f"opening {folder} ({number} of {len(folders)})")
-            servers.append(_Server(folder, lines[0], settings, worker))
+            begin = time.time()
+            process = worker or stack.enter_context(contextlib.closing(Worker(threads)))
+            asks.append(functools.partial(process.ask, folder, settings))
+            opened = asks[-1](lines[:1], 0)
+            size, seconds = megabytes(Path(folder)), time.time() - begin
+            results.append(Latency(folder, opened["engine"], opened["task"], size, seconds))
         for number in range(1, rounds + 1):
             say(f"round {number} of {rounds}")
             for batch in batches:
                 chosen = lines[:_ALONE] if batch == 1 else lines
                 for start in range(0, len(chosen), batch):
-                    for server in servers:
-                        server.answer(chosen[start : start + batch], batch)
-        return [server.end() for server in servers]
-    finally:
-        for server in servers:
-            server.close()
+                    for ask, result in zip(asks, results, strict=True):
+                        result.add(batch, chosen[start : start + batch], ask(chosen[start : start + batch], batch))
+        for ask, result in zip(asks, results, strict=True):
+            result.memory = ask([], 0, last=True)["memory"]
+    return results
 
 
 def _busy() -> str:
@@ -167,41 +181,6 @@ class Worker:
         self.process.wait()
 
 
-class _Server:
-    """A folder in a process of its own, or in `worker`."""
-
-    def __init__(self, folder: Any, text: str, settings: dict[str, Any], worker: Worker | None) -> None:
-        self.folder, self._settings, self._is_shared = str(folder), settings, worker is not None
-        begin = time.time()
-        self._worker = worker or Worker(settings["threads"])
-        try:
-            opened = self._ask([text], 0)
-        except ValueError:
-            self.close()
-            raise
-        seconds = time.time() - begin
-        size = megabytes(Path(folder))
-        self.result = Latency(self.folder, opened["engine"], opened["task"], size, seconds)
-
-    def answer(self, texts: list[str], batch: int) -> None:
-        found = self._ask(texts, batch)
-        self.result.batches.setdefault(batch, []).append(found["ms"])
-        self.result.sizes.setdefault(batch, []).append((len(texts), found["tokens"]))
-        if "first" in found:
-            self.result.first.append(found["first"])
-
-    def end(self) -> Latency:
-        self.result.memory = self._ask([], 0, last=True)["memory"]
-        return self.result
-
-    def close(self) -> None:
-        if not self._is_shared:
-            self._worker.close()
-
-    def _ask(self, texts: list[str], batch: int, **more: Any) -> dict[str, Any]:
-        return self._worker.ask(self.folder, self._settings, texts, batch, **more)
-
-
 # -- table and picture ---------------------------------------------------------------------------------------------------------
 
 
@@ -238,8 +217,8 @@ def write(results: Sequence[Latency], out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_whole(out / FILES[0], json.dumps([asdict(one) for one in results], indent=1) + "\n")
     rows = table(results)
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
-    write_whole(out / FILES[1], "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    lines = markdown_table(list(rows[0]), [list(row.values()) for row in rows], left=2)
+    write_whole(out / FILES[1], "\n".join(lines) + "\n")
     draw(results, out / FILES[2])
 
 

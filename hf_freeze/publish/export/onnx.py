@@ -310,30 +310,6 @@ def _unpacked(graph: Any, first: Any, packed: Any, shape: tuple[int, ...], bound
 # -- running -----------------------------------------------------------------------------------------------------------------
 
 
-class _Search:
-    """Runs encoder and decoder; holds the cache of a batch between two tokens."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self._encoder, self._decoder = (
-            OnnxRunner(folder / f"{part}.onnx", **options) for part in ("encoder", "decoder")
-        )
-
-    def start(self, ids: Tensor, mask: Tensor) -> None:
-        """Encode a batch: ids, mask (B, T)."""
-        encoded = self._encoder({"input_ids": ids, "attention_mask": mask})
-        self._inputs = start_of(self._decoder.shapes, encoded, mask)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """tokens (B, 1) -> logits of the next token (B, V); appends the tokens to the cache."""
-        found = self._decoder({**self._inputs, "input_ids": tokens})
-        self._inputs |= past_of(found)
-        return found["logits"][:, -1]
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows of the batch except these."""
-        self._inputs = {name: value[rows] for name, value in self._inputs.items()}
-
-
 class OnnxTranslator(Translator):
     """Translates by greedy search with a folder written by `hf-freeze export --format onnx`. For beam search, export to
     CTranslate2. `options` are fields of `onnxruntime.SessionOptions`, such as `intra_op_num_threads`."""
@@ -343,7 +319,9 @@ class OnnxTranslator(Translator):
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
         super().__init__(folder)
-        self._search = _Search(Path(folder), **options)
+        self._encoder, self._decoder = (
+            OnnxRunner(Path(folder) / f"{part}.onnx", **options) for part in ("encoder", "decoder")
+        )
 
     def translate_ids(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
         """See `Translator.translate_ids`. Raises ValueError for banned words of several tokens."""
@@ -362,11 +340,14 @@ class OnnxTranslator(Translator):
         length, ends = max(map(len, encoded)), torch.tensor(token_ids(config.eos_token_id))
         pad = set_or(config.pad_token_id, 0)
         mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in encoded])
-        self._search.start(torch.tensor([ids + [pad] * (length - len(ids)) for ids in encoded]), mask)
+        source = torch.tensor([ids + [pad] * (length - len(ids)) for ids in encoded])
+        inputs = start_of(self._decoder.shapes, self._encoder({"input_ids": source, "attention_mask": mask}), mask)
         outputs: list[list[int]] = [[] for _ in encoded]
         running, tokens = torch.arange(len(encoded)), torch.full((len(encoded), 1), config.decoder_start_token_id)
         for _ in range(self._new_tokens(config)):
-            logits = self._search.logits(tokens)
+            found = self._decoder(inputs | {"input_ids": tokens})
+            inputs |= past_of(found)
+            logits = found["logits"][:, -1]
             logits[:, banned] = -torch.inf
             best = logits.argmax(-1)
             unfinished = ~torch.isin(best, ends)
@@ -374,7 +355,7 @@ class OnnxTranslator(Translator):
             if not len(running):
                 break
             if not unfinished.all():
-                self._search.keep(unfinished)
+                inputs = {name: value[unfinished] for name, value in inputs.items()}
             for row, token in zip(running.tolist(), tokens[:, 0].tolist(), strict=True):
                 outputs[row].append(token)
         return outputs
