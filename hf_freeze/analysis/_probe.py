@@ -29,6 +29,15 @@ def check_model(model: Any) -> Architecture:
     return architecture
 
 
+def check_scores(scores: Mapping[str, Any], owner: str, of: str) -> None:
+    """Raises ValueError unless each name has finite numbers in a tensor with one dimension, of heads or neurons (`of`)."""
+    if not scores:
+        raise ValueError(f"{owner}: no scores")
+    for name, values in scores.items():
+        if not torch.is_tensor(values) or values.ndim != 1 or not values.numel() or not values.isfinite().all():
+            raise ValueError(f"{owner}: the scores of {name!r} must be finite numbers in a tensor ({of},)")
+
+
 def batches_on(model: Any, dataloader: Any, description: str) -> Iterator[dict[str, Any]]:
     """The batches on the device of the model, with a progress bar. Raises ValueError for a batch that is no dict, and for an
     empty dataloader."""

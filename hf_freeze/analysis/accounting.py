@@ -3,9 +3,9 @@
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.quantized import Quantized
 
-_Counted = TypeVar("_Counted")
 SMALL = 2**24  # parameters of a model that may be allocated to count what depends on values
 
 
@@ -124,18 +123,18 @@ def multiply_adds(model: Any, *, length: int = 32) -> MultiplyAdds:
 
     Raises ValueError for a length below 1 or above the positions of the model, and for operations that cannot be counted so.
     """
-    architecture = architecture_for(model)
-    return _counted(model, length, lambda twin: _count(twin, architecture, length))
+    return _counted(model, length, with_backward=True)
 
 
 def forward_multiply_adds(model: Any) -> int:
     """Of a token of a sequence of 32 (of source and target each), as `multiply_adds` counts them, in less than half the time."""
     length = min(32, getattr(model.config, "max_position_embeddings", 32))
-    return round(_counted(model, length, lambda twin: _count_forward(twin, length)))
+    return round(_counted(model, length, with_backward=False).forward)
 
 
-def _counted(model: Any, length: int, count: Callable[[Any], _Counted]) -> _Counted:
-    """What `count` finds on the first twin of the model that it can count on."""
+def _counted(model: Any, length: int, with_backward: bool) -> MultiplyAdds:
+    """Those of the first twin of the model that they can be counted on."""
+    architecture = architecture_for(model)
     positions = getattr(model.config, "max_position_embeddings", length)
     if length < 1 or 0 < positions < length:  # XLNet, without a limit, has -1 positions
         raise ValueError(f"length={length} is outside 1..{positions}, the positions of the model")
@@ -150,29 +149,13 @@ def _counted(model: Any, length: int, count: Callable[[Any], _Counted]) -> _Coun
             with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(devices=[]):
                 # Caches ask for the address of a tensor.
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-                return count(make_twin(model))
+                return _count(make_twin(model), architecture, length, with_backward)
         except Exception as error:  # all kinds of errors tell that a value is needed
             problem = error
     raise ValueError(f"{model.config.model_type}: operations cannot be counted: {first_line(problem)}") from problem
 
 
-def _count_forward(twin: Any, length: int) -> float:
-    inputs, count = example_inputs(twin, length)
-    inputs = {name: value.to(twin.device) for name, value in inputs.items()}
-    _fill_caches(twin, inputs)
-    with FlopCounterMode(display=False) as counter:
-        twin(**inputs)
-    return 1 / 2 / count * counter.get_total_flops()
-
-
-def _fill_caches(twin: Any, inputs: dict[str, torch.Tensor]) -> None:
-    """A first forward, for weights that are computed once if they are frozen."""
-    if any(isinstance(module, Derived) for module in twin.modules()):
-        twin(**inputs)
-        _detach_states(twin)
-
-
-def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
+def _count(twin: Any, architecture: Architecture, length: int, with_backward: bool) -> MultiplyAdds:
     inputs, count = example_inputs(twin, length)
     example = {name: tuple(value.shape[1:]) for name, value in inputs.items()} if _of_examples(twin) else None
     inputs = {name: value.to(twin.device) for name, value in inputs.items()}
@@ -184,32 +167,31 @@ def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
     def record_inputs(module: nn.Module, arguments: Any, named: dict[str, Any]) -> None:
         calls[module].append(([alone(a) for a in arguments], {name: alone(a) for name, a in named.items()}))
 
-    _fill_caches(twin, inputs)
-    linears = [module for module in twin.modules() if _is_linear(module)]
+    if any(isinstance(module, Derived) for module in twin.modules()):
+        twin(**inputs)  # weights that are computed once if they are frozen
+        _detach_states(twin)
+    linears = [module for module in twin.modules() if _is_linear(module)] if with_backward else []
     hooks = [module.register_forward_pre_hook(record_inputs, with_kwargs=True) for module in linears]
     with FlopCounterMode(display=False) as counter:
         outputs = twin(**inputs)
     for hook in hooks:
         hook.remove()
-    forward_flops = counter.get_total_flops()
     forward = _forward_by_component(twin, architecture, counter)
-    with FlopCounterMode(display=False) as counter:
-        differentiable = [o.sum() for o in outputs.values() if torch.is_tensor(o) and o.requires_grad]
-        if differentiable:
-            torch.stack(differentiable).sum().backward()
-    backward_flops = counter.get_total_flops()
+    forward_flops, backward_flops = counter.get_total_flops(), _backward_flops(outputs.values()) if with_backward else 0
     # The counter cannot attribute the backward pass to modules. So each linear runs again, alone; the difference to the total
     # are the score products of attention.
     backward: dict[str, float] = defaultdict(float)
     known: dict[Any, int] = {}  # of plain linears that are alike
     for module, (component, _) in forward.items():
-        for arguments, named in calls[module] if _is_linear(module) else ():
+        for arguments, named in calls[module]:
             key: Any = module, len(known)
             if type(module) is nn.Linear and not named:
                 tensors = (*arguments, *module._parameters.values())
                 key = tuple(tensor if tensor is None else (tensor.shape, tensor.requires_grad) for tensor in tensors)
             if key not in known:
-                known[key] = _backward_alone(module, arguments, named)
+                _detach_states(module)
+                results = module(*arguments, **named)
+                known[key] = _backward_flops(results if isinstance(results, tuple) else (results,))
             backward[component] += known[key]
     backward["attention"] += backward_flops - sum(backward.values())
     share = 1 / 2 / count  # of a token or an example: two flops are one multiply-add
@@ -224,6 +206,15 @@ def _count(twin: Any, architecture: Architecture, length: int) -> MultiplyAdds:
     return MultiplyAdds(
         forward=share * forward_flops, backward=share * backward_flops, by_component=by_component, example=example
     )
+
+
+def _backward_flops(outputs: Iterable[Any]) -> int:
+    """Flops of the gradients of a call, with respect to trainable parameters and the inputs that need a gradient."""
+    parts = [y.sum() for y in outputs if torch.is_tensor(y) and y.requires_grad]
+    with FlopCounterMode(display=False) as counter:
+        if parts:
+            torch.stack(parts).sum().backward()
+    return counter.get_total_flops()
 
 
 def example_inputs(model: Any, length: int) -> tuple[dict[str, torch.Tensor], int]:
@@ -243,19 +234,6 @@ def example_inputs(model: Any, length: int) -> tuple[dict[str, torch.Tensor], in
 def _of_examples(model: Any) -> bool:
     """Whether operations are counted per example: an image, a sound, or a text and an image for two encoders."""
     return model.main_input_name != "input_ids" or hasattr(model, "get_text_features")
-
-
-def _backward_alone(module: nn.Module, arguments: list[Any], named: dict[str, Any]) -> int:
-    """Flops of the gradients of one call, with respect to trainable parameters and the inputs that need a gradient."""
-    _detach_states(module)
-    outputs = module(*arguments, **named)
-    parts = [
-        y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if torch.is_tensor(y) and y.requires_grad
-    ]
-    with FlopCounterMode(display=False) as counter:
-        if parts:
-            torch.stack([y.sum() for y in parts]).sum().backward()
-    return counter.get_total_flops()
 
 
 def _detach_states(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_freeze import methods
-from hf_freeze.analysis._probe import batches_on, check_model, count_labels, inputs_and_gradients
+from hf_freeze.analysis._probe import batches_on, check_model, check_scores, count_labels, inputs_and_gradients
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.gated import Gated
@@ -136,11 +136,8 @@ def select_heads(
     Raises ValueError for scores that are empty, not finite or not (N,), both or neither of fraction and count, and numbers of
     heads that cannot be removed.
     """
-    if not scores:
-        raise ValueError("select_heads: no scores")
+    check_scores(scores, "select_heads", "heads")
     for name, values in scores.items():
-        if not torch.is_tensor(values) or values.ndim != 1 or not values.numel() or not values.isfinite().all():
-            raise ValueError(f"select_heads: the scores of {name!r} must be finite numbers in a tensor (heads,)")
         if type(group_size) is not int or group_size < 1 or values.numel() % group_size:
             raise ValueError(
                 f"select_heads(group_size={group_size!r}): must divide the {values.numel()} heads of {name!r}"

@@ -3,8 +3,9 @@
 Shapes: B batch, N heads, Q query tokens, K key tokens, R reach, n tokens of a vocabulary, D columns of their embeddings.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -80,21 +81,18 @@ def attention_weights(model: Any, batch: Mapping[str, Any], *, item: int = 0) ->
 def _weights(model: Any, architecture: Architecture, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Attention -> (B, N, Q, K), of one forward. Raises ValueError if no attention returns weights."""
     found: dict[str, torch.Tensor] = {}
-    handles = []
-    for name, attention in architecture.attentions(model.config).items():
 
-        def keep(_: Any, __: Any, result: Any, name: str = name) -> None:
-            weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
-            if torch.is_tensor(weights) and weights.ndim == 4 and weights.shape[1]:  # some heads
-                found[name] = weights
+    def keep(name: str, _: Any, __: Any, result: Any) -> None:
+        weights = result[1] if isinstance(result, tuple) and len(result) > 1 else None
+        if torch.is_tensor(weights) and weights.ndim == 4 and weights.shape[1]:  # some heads
+            found[name] = weights
 
-        handles.append(model.base_model.get_submodule(attention.module).register_forward_hook(keep))
-    try:
+    with ExitStack() as stack:
+        for name, attention in architecture.attentions(model.config).items():
+            module = model.base_model.get_submodule(attention.module)
+            stack.enter_context(module.register_forward_hook(functools.partial(keep, name)))
         with in_eval_mode(model), without_cache(model), torch.no_grad(), _eager(model):
             model(**batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     if not found:
         raise ValueError(f"this {type(model).__name__} has no attention weights to map")
     return found

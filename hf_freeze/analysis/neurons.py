@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_freeze import methods, surgery
-from hf_freeze.analysis._probe import batches_on, check_model, input_hooks, inputs_and_gradients
+from hf_freeze.analysis._probe import batches_on, check_model, check_scores, input_hooks, inputs_and_gradients
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.derived import features
 from hf_freeze.methods._checks import check_choice, check_one_given, check_positive, check_positive_share
@@ -99,11 +99,7 @@ def select_neurons(
     Raises ValueError for scores that are empty, not finite or not (F,), both or neither of width and fraction, a width below 1
     or above the neurons, a fraction outside (0, 1], an unknown scope, a multiple_of below 1, and where nothing is removed.
     """
-    if not scores:
-        raise ValueError("select_neurons: no scores")
-    for block, values in scores.items():
-        if not torch.is_tensor(values) or values.ndim != 1 or not values.numel() or not values.isfinite().all():
-            raise ValueError(f"select_neurons: the scores of {block!r} must be finite numbers in a tensor (neurons,)")
+    check_scores(scores, "select_neurons", "neurons")
     check_one_given("select_neurons", width=width, fraction=fraction)
     check_choice(scope, _SCOPES, "select_neurons", "scope")
     check_positive(multiple_of, "select_neurons", "multiple_of")

@@ -96,7 +96,7 @@ def derived(name: str) -> dict[str, Any]:
     """What `describe` shows of a model type or a model, without a file."""
     from transformers.utils import logging
 
-    from hf_freeze.analysis.parts import parts_of
+    from hf_freeze.analysis.description import description_of
     from hf_freeze.architectures.derive import base_model
     from hf_freeze.architectures.registry import architecture_of
     from hf_freeze.model.loading import config_of_type_or_model, empty_model
@@ -105,9 +105,9 @@ def derived(name: str) -> dict[str, Any]:
     config = config_of_type_or_model(name)
     architecture_of(config)  # tells why, if nothing is understood
     if not hasattr(config, "native_architecture"):
-        return parts_of(base_model(config))
+        return description_of(base_model(config))
     variant = empty_model(name)
-    return parts_of(variant) | {"methods": [method.name for method in variant.methods]}
+    return description_of(variant) | {"methods": [method.name for method in variant.methods]}
 
 
 def _methods(parts: dict[str, Any]) -> list[tuple[str, str, str]]:

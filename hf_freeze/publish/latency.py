@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from hf_freeze.io import write_whole
+from hf_freeze.publish.export.engine_parts import GENERATING
 from hf_freeze.publish.export.folders import MODEL_FILES, mark_of
-from hf_freeze.publish.export.parts import GENERATING
 from hf_freeze.publish.markdown import markdown_table
 
 BATCHES = (1, 32)

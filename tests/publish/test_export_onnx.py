@@ -42,9 +42,9 @@ from hf_freeze.publish.export import OnnxTranslator, export_model
 from hf_freeze.publish.export import onnx as onnx_format
 from hf_freeze.publish.export.comparison import largest_difference, tolerance
 from hf_freeze.publish.export.convert import FORMATS
+from hf_freeze.publish.export.engine_parts import Part, engine_parts
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import MARK
-from hf_freeze.publish.export.parts import Part, parts_of
 from hf_freeze.publish.export.served import served_fidelity
 from hf_freeze.publish.export.torch_export import traced
 
@@ -419,7 +419,7 @@ def modernbert(**changes):
 
 def engine(model, dtype):
     """A runner: PyTorch in another dtype."""
-    (part,) = parts_of(copy.deepcopy(model), "masked-lm")
+    (part,) = engine_parts(copy.deepcopy(model), "masked-lm")
     part.module.to(dtype)
 
     @torch.no_grad()
@@ -432,7 +432,7 @@ def engine(model, dtype):
 
 def test_rounding_is_told_from_a_wrong_graph():
     model = modernbert()
-    parts = parts_of(model, "masked-lm")
+    parts = engine_parts(model, "masked-lm")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     limit = tolerance(model, parts)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -451,7 +451,7 @@ def test_a_shallow_model_is_held_to_more():
     """An epsilon that is another is a fault, though outputs differ by less than 1e-4."""
     torch.manual_seed(0)
     model = build(plain(ARCHITECTURES["bert"], task="masked-lm")).eval()
-    parts = parts_of(model, "masked-lm")
+    parts = engine_parts(model, "masked-lm")
     limit = tolerance(model, parts)
     assert largest_difference(parts, engine(model, torch.float64)) < limit / 4
     wrong = copy.deepcopy(model)
@@ -517,7 +517,7 @@ def test_designs_of_language_models(model_type, tmp_path):
 def test_recurrent_states_have_no_place():
     config = tiny_config("mamba")
     with pytest.raises(ValueError, match=r"MambaForCausalLM .*; choose --format dense") as error:
-        parts_of(AutoModelForCausalLM.from_config(config).eval(), "causal-lm")
+        engine_parts(AutoModelForCausalLM.from_config(config).eval(), "causal-lm")
     assert "\n" not in str(error.value)
 
 

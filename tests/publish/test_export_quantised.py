@@ -24,8 +24,8 @@ from hf_freeze.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from hf_freeze.publish.export import ctranslate2 as ctranslate2_format
 from hf_freeze.publish.export import export_model, onnx_int8
 from hf_freeze.publish.export import onnx as onnx_format
+from hf_freeze.publish.export.engine_parts import Part
 from hf_freeze.publish.export.folders import Export
-from hf_freeze.publish.export.parts import Part
 from hf_freeze.publish.export.runners import open_parts
 
 EVERYWHERE = ["ffn", "attention", "embeddings"]

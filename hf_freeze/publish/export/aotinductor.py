@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from hf_freeze.publish.export.engine_parts import Part
 from hf_freeze.publish.export.folders import Export, Format
-from hf_freeze.publish.export.parts import Part
 from hf_freeze.publish.export.runners import NAMES
 from hf_freeze.publish.export.torch_export import write_programs
 

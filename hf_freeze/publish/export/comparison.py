@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_freeze.publish.export.caches import PAST
-from hf_freeze.publish.export.parts import Part, positions, samples
+from hf_freeze.publish.export.engine_parts import Part, positions, samples
 from hf_freeze.publish.export.trained_grid import rounds_inputs
 
 Runner = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # inputs by name -> outputs by name

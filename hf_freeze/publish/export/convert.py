@@ -17,7 +17,7 @@ from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods._checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
-from hf_freeze.publish.export import aotinductor, calibration, ctranslate2, executorch, onnx, torch_export, trained_grid
+from hf_freeze.publish.export import aotinductor, ctranslate2, executorch, onnx, recording, torch_export, trained_grid
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
 from hf_freeze.publish.export.served import check_fidelity
@@ -81,7 +81,7 @@ def export_model(
         texts = [text for text in texts or () if not isinstance(text, str) or text.strip()]
         compared = _texts_to_compare(texts, is_calibrated)
     if is_calibrated:
-        calibration.check(str(quantization), texts)
+        recording.check(str(quantization), texts)
     for package in kind.packages:
         require(package, format)
     folder = _destination(source, "-".join(filter(None, (format, quantization))), out)
@@ -92,7 +92,7 @@ def export_model(
     tokenizer = load_tokenizer(source)
     _check_model(model, task, tokenizer, source, format)
     if is_calibrated:
-        calibration.check_model(model, tokenizer, str(quantization))
+        recording.check_model(model, tokenizer, str(quantization))
     row_steps: dict[bytes, float] = {}
     if isinstance(model, VariantMixin):
         if kind.keeps_structure:
@@ -117,9 +117,9 @@ def export_model(
 
 def _texts_to_compare(texts: list[Any], is_calibrated: bool) -> list[Any]:
     """Those that nothing is calibrated with."""
-    compared = texts[calibration.TEXTS if is_calibrated else 0 :]
+    compared = texts[recording.TEXTS if is_calibrated else 0 :]
     if not compared:
-        more = f", beyond the {calibration.TEXTS} to calibrate with" if is_calibrated else ""
+        more = f", beyond the {recording.TEXTS} to calibrate with" if is_calibrated else ""
         raise ValueError(f"min_fidelity needs texts to compare with the original on{more}: --texts FILE")
     return compared
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.compat.transformers import count_all_experts
+from hf_freeze.publish.export.engine_parts import engine_parts, positions, samples
 from hf_freeze.publish.export.folders import Export, Format, require
-from hf_freeze.publish.export.parts import parts_of, positions, samples
 from hf_freeze.publish.export.runners import NAMES, open_parts
 from hf_freeze.publish.export.torch_export import compare, names_of_part, traced
 
@@ -28,7 +28,7 @@ def write(export: Export, folder: Path) -> None:
     model = export.model.float()
     model.set_attn_implementation("eager")  # ExecuTorch cannot lower the strides of the other
     count_all_experts(model)
-    parts = parts_of(model, export.task)
+    parts = engine_parts(model, export.task)
     length = min([LENGTH, *positions(model.config)])
     limits = dict.fromkeys(("length", "source_length", "new_length", "past_length"), length) | {"batch": ROWS}
     if any("samples" in axes.values() for part in parts for axes in part.axes.values()):

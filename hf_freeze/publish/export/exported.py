@@ -23,8 +23,8 @@ from transformers.utils.generic import ModelOutput
 
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class
 from hf_freeze.publish.export.caches import PAST, cache_of, past_of, start_of, tensors_of
+from hf_freeze.publish.export.engine_parts import WITH_ENCODER
 from hf_freeze.publish.export.folders import read_mark
-from hf_freeze.publish.export.parts import WITH_ENCODER
 from hf_freeze.publish.export.runners import open_parts
 
 MODEL_TYPE = "exported_by_hf_freeze"

@@ -1,7 +1,7 @@
 """Exports to ONNX, for ONNX Runtime and other engines. Batch size and lengths are dynamic; what is smaller stays smaller.
 
-`parts` says which files there are, and their inputs and outputs: model.onnx, or encoder.onnx and decoder.onnx. Large tensors of
-all files lie in weights.data, each of them once.
+`engine_parts` says which files there are, and their inputs and outputs: model.onnx, or encoder.onnx and decoder.onnx. Large
+tensors of all files lie in weights.data, each of them once.
 
 The graph has the parts of a variant as they are. Pruned heads, neurons and layers are gone. Factors stay factors where two
 products are faster than one; where they are not, and for sparse and quantised weights, the file holds what the checkpoint holds
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from hf_freeze.compat.transformers import product_of_experts
 from hf_freeze.publish.export.caches import past_of, start_of
-from hf_freeze.publish.export.calibration import record_inputs
 from hf_freeze.publish.export.comparison import Runner, largest_difference, tolerance
+from hf_freeze.publish.export.engine_parts import Part, engine_parts
 from hf_freeze.publish.export.folders import Export, Format, require
 from hf_freeze.publish.export.onnx_int4 import keep_four_bits
 from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
-from hf_freeze.publish.export.parts import Part, parts_of
+from hf_freeze.publish.export.recording import record_inputs
 from hf_freeze.publish.export.runners import OnnxRunner, open_parts
 from hf_freeze.publish.export.torch_export import exported
 from hf_freeze.publish.export.translator import Translator, set_or, token_ids
@@ -43,7 +43,7 @@ def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if the forward cannot be traced, or if ONNX Runtime computes other outputs
     than PyTorch; for "int8-static", if all texts to calibrate with are empty."""
     model = export.model.float()
-    parts = parts_of(model, export.task)
+    parts = engine_parts(model, export.task)
     graphs = {}
     for part in parts:
         export.say(f"tracing the {part.name}")

@@ -25,9 +25,9 @@ from hf_freeze.model.samples import MOST_TOKENS, longest_of
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Generator, CTranslate2Translator
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import mark_of
-from hf_freeze.publish.export.questions import Questions, vocabulary_of
-from hf_freeze.publish.export.questions import Served as Served
-from hf_freeze.publish.export.readers import answers_of, decoded
+from hf_freeze.publish.export.served_answers import answers_of, decoded
+from hf_freeze.publish.export.served_questions import Questions, vocabulary_of
+from hf_freeze.publish.export.served_questions import Served as Served
 from hf_freeze.publish.sentence_files import read_sentence_files
 
 _COMPARED = 512  # of the texts of an export

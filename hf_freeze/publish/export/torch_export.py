@@ -1,6 +1,6 @@
 """Exports by `torch.export`, for programs that have PyTorch and nothing else: `torch.export.load("model.pt2").module()`.
 
-`parts` says which files there are, and their inputs and outputs: model.pt2, or encoder.pt2 and decoder.pt2. Batch size and
+`engine_parts` says which files there are, and their inputs and outputs: model.pt2, or encoder.pt2 and decoder.pt2. Batch size and
 lengths are dynamic. A file holds the parts of a variant as they are, like those for ONNX, but what a seed generates in fp32. What
 encoder and decoder have in common, such as a token table, is in both files.
 """
@@ -15,8 +15,8 @@ from torch import nn
 
 from hf_freeze.compat.transformers import count_all_experts
 from hf_freeze.publish.export.comparison import largest_difference, tolerance
+from hf_freeze.publish.export.engine_parts import Part, engine_parts
 from hf_freeze.publish.export.folders import Export, Format
-from hf_freeze.publish.export.parts import Part, parts_of
 from hf_freeze.publish.export.runners import NAMES, open_parts
 
 _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
@@ -37,7 +37,7 @@ FORMAT = Format(write)
 def write_programs(export: Export, folder: Path, format: str, save: Callable[[Part, Any, str], None]) -> None:
     """Trace each part, have `save` write its program with what `names_of_part` says, and compare."""
     count_all_experts(export.model)
-    parts = parts_of(export.model.float(), export.task)
+    parts = engine_parts(export.model.float(), export.task)
     for part in parts:
         export.say(f"tracing the {part.name}")
         save(part, traced(part), json.dumps(names_of_part(part)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_freeze.model.samples import MOST_TOKENS
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
-from hf_freeze.publish.export.questions import Questions
+from hf_freeze.publish.export.served_questions import Questions
 from hf_freeze.publish.export.translator import token_ids
 
 _MASKED = 0.15  # of the tokens, for masked language models

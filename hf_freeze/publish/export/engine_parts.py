@@ -51,7 +51,7 @@ class Part:
             self.inputs[name] = value.contiguous()  # a graph would keep the strides of a view
 
 
-def parts_of(model: Any, task: str) -> list[Part]:
+def engine_parts(model: Any, task: str) -> list[Part]:
     """The parts of a model in eval mode. Raises ValueError for a model whose inputs or whose cache no part has, and one that
     cannot run on them."""
     with torch.no_grad():
@@ -87,7 +87,8 @@ def source_names(model: Any, reader: Any) -> list[str]:
         return [name for name in _TEXT if name in accepted]
     if main == "pixel_values" and hasattr(config, "image_size"):
         return [main]
-    if main == "input_features" and _has_one_length(config):
+    # Features of sound that fill all positions of the encoder, as those of Whisper do.
+    if main == "input_features" and hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):
         return [main]
     if main == "input_values" and hasattr(config, "conv_kernel"):
         return [name for name in (main, "attention_mask") if name in accepted]
@@ -95,11 +96,6 @@ def source_names(model: Any, reader: Any) -> list[str]:
         f"{type(model).__name__} reads {main} of a kind that an exported file has no place for: choose a model of text, images, "
         "or sound as Whisper or Wav2Vec2 read it, or --format dense"
     )
-
-
-def _has_one_length(config: Any) -> bool:
-    """Whether features of sound fill all positions of the encoder, as those of Whisper do."""
-    return hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions")
 
 
 def samples(config: Any, length: int) -> int:
@@ -132,7 +128,7 @@ def _example(
             tensors[name] = torch.randn(rows, size, generator=generator)
         elif name in ("pixel_values", "input_features"):
             shape = (
-                _image_shape(config)
+                (config.num_channels, *_pair(config.image_size))
                 if name == "pixel_values"
                 else (config.num_mel_bins, 2 * config.max_source_positions)
             )
@@ -142,21 +138,31 @@ def _example(
     return tensors, axes
 
 
-def _image_shape(config: Any) -> tuple[int, int, int]:
-    size = config.image_size
-    return (config.num_channels, *(size if isinstance(size, list | tuple) else (size, size)))
+def _pair(size: Any) -> tuple[int, int]:
+    return tuple(size) if isinstance(size, list | tuple) else (size, size)
 
 
 # -- one forward -------------------------------------------------------------------------------------------------------------
 
 
-class _Single(nn.Module):
-    def __init__(self, model: Any, names: list[str], outputs: list[str]) -> None:
+class _Forward(nn.Module):
+    """`names`: those of the inputs."""
+
+    def __init__(self, model: Any, names: list[str]) -> None:
         super().__init__()
-        self.model, self.names, self.outputs = model, names, outputs
+        self.model, self.names = model, names
+
+    def named(self, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        return dict(zip(self.names, inputs, strict=True))
+
+
+class _Single(_Forward):
+    def __init__(self, model: Any, names: list[str], outputs: list[str]) -> None:
+        super().__init__(model, names)
+        self.outputs = outputs
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        found = self.model(**dict(zip(self.names, inputs, strict=True)), **_without_cache(self.model))
+        found = self.model(**self.named(inputs), **_without_cache(self.model))
         return tuple(found[name] for name in self.outputs)
 
 
@@ -180,15 +186,11 @@ def _single(model: Any) -> Part:
 # -- language models ---------------------------------------------------------------------------------------------------------
 
 
-class _Generator(nn.Module):
-    def __init__(self, model: Any, names: list[str], past: list[str]) -> None:
-        super().__init__()
-        self.model, self.names, self.past = model, names, past
-
+class _Generator(_Forward):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        named = dict(zip((*self.names, *self.past), inputs, strict=True))
-        cache = cache_of({name: named.pop(name) for name in self.past})
-        found = self.model(**named, past_key_values=cache, use_cache=True)
+        named = self.named(inputs)
+        past = {name: named.pop(name) for name in self.names if name.startswith(PAST)}
+        found = self.model(**named, past_key_values=cache_of(past), use_cache=True)
         return found.logits, *tensors_of(found.past_key_values, PRESENT, "decoder").values()
 
 
@@ -204,7 +206,7 @@ def _generator(model: Any) -> Part:
     inputs |= {"position_ids": torch.arange(5, 7).expand(3, 2)} if "position_ids" in names else {}
     axes = {name: all_tokens if name == "attention_mask" else new for name in names} | _axes(past, "past_length")
     outputs = ["logits", *tensors_of(cache, PRESENT, "decoder")]
-    return Part("model", _Generator(model, names, list(past)), inputs | past, outputs, axes)
+    return Part("model", _Generator(model, [*names, *past]), inputs | past, outputs, axes)
 
 
 def _axes(cached: Iterable[str], length: str) -> dict[str, dict[int, str]]:
@@ -215,13 +217,9 @@ def _axes(cached: Iterable[str], length: str) -> dict[str, dict[int, str]]:
 # -- encoder-decoders --------------------------------------------------------------------------------------------------------
 
 
-class _Encoder(nn.Module):
-    def __init__(self, model: Any, names: list[str]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
+class _Encoder(_Forward):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        named = dict(zip(self.names, inputs, strict=True))
+        named = self.named(inputs)
         encoded = self.model.get_encoder()(**named).last_hidden_state
         # A step of the decoder fills the cache of cross-attention; what else it computes is no output, and falls away.
         cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -235,15 +233,15 @@ class _Encoder(nn.Module):
         return encoded, *tensors_of(cache.cross_attention_cache, PRESENT, "encoder").values()
 
 
-class _Decoder(nn.Module):
-    """`names`: those of the inputs. `width`: of the encoder's states."""
+class _Decoder(_Forward):
+    """`width`: of the encoder's states."""
 
     def __init__(self, model: Any, names: list[str], width: int) -> None:
-        super().__init__()
-        self.model, self.names, self.width = model, names, width
+        super().__init__(model, names)
+        self.width = width
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        named = dict(zip(self.names, inputs, strict=True))
+        named = self.named(inputs)
         past, cross = (cache_of({name: value for name, value in named.items() if f".{s}." in name}) for s in _SIDES)
         mask, keys = named.get("encoder_attention_mask"), inputs[-1]
         rows, length = (keys.shape[0], keys.shape[2]) if mask is None else mask.shape

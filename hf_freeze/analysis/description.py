@@ -9,7 +9,7 @@ from hf_freeze.architectures.roles import EXPERT_OUTPUT, features
 from hf_freeze.methods.registry import METHODS
 
 
-def parts_of(model: Any) -> dict[str, Any]:
+def description_of(model: Any) -> dict[str, Any]:
     """Plain data of a native model without a head, or of a variant; `model` may be on `meta`.
 
     "stacks": name -> rows of (part, modules, sizes). "parameters": component -> how many, without the head of a task.
