@@ -11,12 +11,21 @@ from hf_freeze import terminal
 from hf_freeze.cli import laboratory, options
 
 _MOST = 200_000  # texts that are taken of the files
-_Gone = Annotated[str | None, typer.Option(hidden=True)]  # of an earlier version, for a clear error
 _NO_TRAININGS = "there are no trial trainings any more; --heal, such as 30min or 2epochs, limits the one that is left"
 _INSTEAD = {
     "min-score": "give --max-loss, in points below the model's score",
     "targets": "models that write always learn from what the original writes",
 }
+
+
+def _refuse_gone(option: typer.CallbackParam, value: Any) -> None:
+    name = str(option.name).replace("_", "-")
+    if value:
+        with terminal.one_line_errors():
+            raise ValueError(f"--{name} is gone: {_INSTEAD.get(name, _NO_TRAININGS)}")
+
+
+_Gone = Annotated[str | None, typer.Option(hidden=True, callback=_refuse_gone)]  # of an earlier version
 
 
 def compress(
@@ -96,7 +105,7 @@ def compress(
     targets: _Gone = None,
     jobs: _Gone = None,
     report_to: _Gone = None,
-    smoke: Annotated[bool, typer.Option("--smoke", hidden=True)] = False,
+    smoke: Annotated[bool, typer.Option("--smoke", hidden=True, callback=_refuse_gone)] = False,
 ) -> None:
     """Make a trained model small enough for a budget of bytes and milliseconds, and say what that costs.
 
@@ -111,33 +120,28 @@ def compress(
     Example: hf-freeze compress MODEL --data reviews.csv --max-bytes 25% --max-loss 1 --out small
     """
     with terminal.one_line_errors():
-        gone = {"min-score": min_score, "hours": hours, "epochs": epochs, "targets": targets, "jobs": jobs}
-        gone |= {"report-to": report_to, "smoke": smoke or None}
-        if given := [name for name, value in gone.items() if value is not None]:
-            raise ValueError(f"--{given[0]} is gone: {_INSTEAD.get(given[0], _NO_TRAININGS)}")
         if (data is None) == (texts is None):
             raise ValueError("give --texts, or --data with labels")
         for name, value in (("--label", label), ("--set", settings)):
             if texts is not None and value is not None:
                 raise ValueError(f"{name} is for --data: leave it out")
-        if front is not None and (max_bytes, max_ms, max_loss) != (None, None, None):
+        has_limits = (max_bytes, max_ms, max_loss) != (None, None, None)
+        if front is not None and has_limits:
             raise ValueError("--front chooses the sizes itself: leave --max-bytes, --max-ms and --max-loss out")
-        if front is None and (max_bytes, max_ms, max_loss) == (None, None, None):
+        if front is None and not has_limits:
             raise ValueError(
                 "what is the limit? give --max-bytes, --max-ms or --max-loss, or --front for several sizes"
             )
         from hf_freeze.compression.budget import Budget
 
-        budget = None if front is not None else Budget(max_bytes=max_bytes, max_ms=max_ms, max_loss=max_loss)
-        of_inputs: dict[str, Any] = {}
+        budget = Budget(max_bytes=max_bytes, max_ms=max_ms, max_loss=max_loss) if front is None else None
         if texts is not None:
-            of_inputs["texts"] = _signals(model, texts) or options.sampled_texts(texts, column or "text", _MOST)
+            inputs = {"texts": _signals(model, texts) or options.sampled_texts(texts, column or "text", _MOST)}
         else:
             columns = None if column is None else [name.strip() for name in column.split(",")]
-            of_inputs["texts"], of_inputs["labels"] = laboratory.inputs_and_labels(
-                model, data or "", columns, label, settings
-            )
-        settings_of_all: dict[str, Any] = {
+            given = laboratory.inputs_and_labels(model, data or "", columns, label, settings)
+            inputs = dict(zip(("texts", "labels"), given, strict=True))
+        further: dict[str, Any] = inputs | {
             "out": out,
             "engine": engine,
             "samples": samples,
@@ -152,9 +156,9 @@ def compress(
         from hf_freeze.compression import run
 
         if budget is None:
-            run.front(model, count=front or 0, **of_inputs, **settings_of_all)
+            run.front(model, count=front or 0, **further)
         else:
-            run.compress(model, budget=budget, **of_inputs, **settings_of_all)
+            run.compress(model, budget=budget, **further)
 
 
 def _signals(model: str, paths: list[Path]) -> list[Any]:

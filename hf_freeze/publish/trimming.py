@@ -24,6 +24,7 @@ from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.data.trimming import check_kind, trim_tokenizer
 from hf_freeze.io import holds_files, whole_folder
+from hf_freeze.methods import VocabularyTrimming
 from hf_freeze.methods._checks import check_choice, check_positive_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
@@ -91,7 +92,7 @@ def trim_model(
     model = load_model(source).eval()
     say("counting the tokens of the texts")
     chosen = choose_vocabulary(
-        copy.deepcopy(tokenizer),  # calls change how a tokenizer pads and truncates, which is saved with it
+        copy.deepcopy(tokenizer),
         texts,
         targets=targets,
         size=size,
@@ -103,16 +104,11 @@ def trim_model(
     chosen.check(architecture_of(model.config), model.config)
     trimmed = trim_tokenizer(tokenizer, chosen.keep)
     say(f"keeping {len(chosen.keep):,} of {len(tokenizer):,} tokens; splitting the texts with both tokenizers")
-    old, new = copy.deepcopy(tokenizer), copy.deepcopy(trimmed)
-    effect = trimming_effect(old, new, chosen.keep, texts, targets=targets)
-    compared = list(islice(_covered(old, new, chosen.keep, texts, _length(model.config)), _COMPARED))
     before = {"tokens": len(tokenizer)} | _sizes(model)
-    expected = [_hidden_states(model, ids) for ids, _ in compared]
-    say("trimming the model")
-    is_variant = isinstance(model, VariantMixin)
-    small = make_variant(model, [chosen], copy=False)
-    small = (small if is_variant else small.merge(copy=False)).eval()
-    difference = _largest_difference(expected, [_hidden_states(small, ids) for _, ids in compared])
+    # Calls change how a tokenizer pads and truncates, which is saved with it.
+    tokenizers = copy.deepcopy(tokenizer), copy.deepcopy(trimmed)
+    effect = trimming_effect(*tokenizers, chosen.keep, texts, targets=targets)
+    small, compared, difference = _trimmed_model(model, tokenizers, chosen, texts, say)
     record = {
         "hf_freeze_version": __version__,
         "base_model": _hub_id(source),
@@ -122,7 +118,7 @@ def trim_model(
         "before": before,
         "after": {"tokens": len(trimmed)} | _sizes(small),
         "texts": asdict(effect),
-        "compared": len(compared),
+        "compared": compared,
         "largest_difference": difference,
     }
     with whole_folder(folder) as written:
@@ -132,6 +128,30 @@ def trim_model(
         (written / TRIMMING).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         model_card(read_trained_model(written), model=small).save(written / "README.md")
     return folder
+
+
+def _trimmed_model(
+    model: Any, tokenizers: tuple[Any, Any], chosen: VocabularyTrimming, texts: Iterable[str], say: Callable[[str], Any]
+) -> tuple[Any, int, float]:
+    """(the model, how many texts it was compared on, the largest difference of hidden states); `tokenizers`: before and after.
+
+    Raises ValueError if it computes something else."""
+    compared = list(islice(_covered(*tokenizers, chosen.keep, texts, _length(model.config)), _COMPARED))
+    expected = [_hidden_states(model, ids) for ids, _ in compared]
+    say("trimming the model")
+    is_variant = isinstance(model, VariantMixin)
+    small = make_variant(model, [chosen], copy=False)
+    small = (small if is_variant else small.merge(copy=False)).eval()
+    largest = 0.0
+    for states, (_, ids) in zip(expected, compared, strict=True):
+        difference = float((_hidden_states(small, ids).float() - states.float()).abs().max())
+        limit = _TOLERANCE * float(states.float().abs().max())
+        if not difference <= limit:
+            raise ValueError(
+                f"the trimmed model computes something else: hidden states differ by {difference:.2g}, the limit is {limit:.2g}"
+            )
+        largest = max(largest, difference)
+    return small, len(compared), largest
 
 
 def named_tokens(model: Any) -> set[int]:
@@ -179,20 +199,6 @@ def _hidden_states(model: Any, ids: list[int]) -> torch.Tensor:
     read_by = [name for name in inputs if name.endswith("input_ids")]
     with without_cache(model):
         return model.base_model(**others, **dict.fromkeys(read_by, torch.tensor([ids])))[0]
-
-
-def _largest_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
-    """Raises ValueError if the trimmed model computes something else."""
-    largest = 0.0
-    for before, after in zip(expected, actual, strict=True):
-        difference = float((after.float() - before.float()).abs().max())
-        limit = _TOLERANCE * float(before.float().abs().max())
-        if not difference <= limit:
-            raise ValueError(
-                f"the trimmed model computes something else: hidden states differ by {difference:.2g}, the limit is {limit:.2g}"
-            )
-        largest = max(largest, difference)
-    return largest
 
 
 def _hub_id(source: Any) -> str | None:
