@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,35 +107,21 @@ def _check_order(counts: np.ndarray, cutoffs: list[int], widths: list[int]) -> N
         )
 
 
-@dataclass(frozen=True)
 class _Search:
     """The search for the cut-offs of bands with these `widths`.
 
     Both the parameters and the expected logarithm of the width are sums over the cut-offs c_j, plus a constant. For the
     parameters, c_j adds c_j times the difference (`steps`) of the widths on its two sides. For the logarithm, it adds the share
     of occurrences of the first c_j ids times the logarithm of the ratio (`gains`) of these widths. The constants are the cost
-    (`fixed`) and the logarithm of the narrowest width for all ids.
+    (`fixed`) and the logarithm of the narrowest width for all ids. `least`: the smallest cost.
     """
 
-    counts: np.ndarray
-    widths: list[int]
-    hidden: int
-
-    @property
-    def steps(self) -> list[int]:
-        return [wide - narrow for wide, narrow in itertools.pairwise(self.widths)]
-
-    @property
-    def gains(self) -> list[float]:
-        return [math.log(wide / narrow) for wide, narrow in itertools.pairwise(self.widths)]
-
-    @property
-    def fixed(self) -> int:
-        return self.widths[-1] * len(self.counts) + self.hidden * sum(self.widths)
-
-    @property
-    def least(self) -> int:
-        return self.fixed + sum(step * cutoff for cutoff, step in enumerate(self.steps, 1))
+    def __init__(self, counts: np.ndarray, widths: list[int], hidden: int) -> None:
+        self.counts, self.widths = counts, widths
+        self.steps = [wide - narrow for wide, narrow in itertools.pairwise(widths)]
+        self.gains = [math.log(wide / narrow) for wide, narrow in itertools.pairwise(widths)]
+        self.fixed = widths[-1] * len(counts) + hidden * sum(widths)
+        self.least = self.fixed + sum(step * cutoff for cutoff, step in enumerate(self.steps, 1))
 
     def best(self, limit: int) -> tuple[float, int, list[int]] | None:
         """(expected logarithm, minus the number of parameters, cut-offs); None if no cut-offs are within the limit."""

@@ -1,8 +1,8 @@
 """What a layer is worth to a trained model: by the loss without it, or by how much it changes its input."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.nn import functional
 from hf_freeze import surgery
 from hf_freeze.analysis._probe import batches_on, check_model, layer_places, loss_rises
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.methods import LayerDrop, LayerSelection
 from hf_freeze.methods._checks import check_choice
 from hf_freeze.model.running import in_eval_mode, token_mask
@@ -110,9 +109,14 @@ def _without_layers(model: Any, architecture: Architecture) -> Changes:
     changes: Changes = {}
     for stack, number in layer_places(model, architecture):
         layer = surgery.layers_of(model, architecture, stack)[number]
-        returns_tuple = architecture.stacks[stack].returns_tuple
-        changes[stack, number] = layer, functools.partial(left_out, layer, returns_tuple=returns_tuple)
+        changes[stack, number] = layer, functools.partial(layer.register_forward_hook, _pass_by, with_kwargs=True)
     return changes
+
+
+def _pass_by(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """The output of a layer that leaves the hidden states as they are. Later layers may need the rest of a tuple."""
+    before = args[0] if args else kwargs["hidden_states"]
+    return (before, *output[1:]) if isinstance(output, tuple | list) else before
 
 
 def _without_sublayers(model: Any, architecture: Architecture) -> Changes:
@@ -129,23 +133,6 @@ def _without_sublayers(model: Any, architecture: Architecture) -> Changes:
             silence = functools.partial(linear.register_forward_hook, lambda _, __, output: torch.zeros_like(output))
             changes[f"{stack}.{kind}", number] = layer, silence
     return changes
-
-
-@contextmanager
-def left_out(layer: Any, *, returns_tuple: bool) -> Iterator[None]:
-    """Inside, the hidden states pass `layer` by."""
-    skipped = _AlwaysSkipped(layer, returns_tuple=returns_tuple)
-    try:
-        yield
-    finally:
-        skipped.remove()
-
-
-class _AlwaysSkipped(Skipped):
-    """Skips the layer in eval mode too."""
-
-    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.alternative(hidden_states, *args, **kwargs)
 
 
 def _block_influence(
