@@ -34,6 +34,7 @@ def convert(
 
     Example: hf-freeze convert llama-7b llama-7b-small --methods methods.yaml --texts passages.txt --samples 512
     """
+    from hf_freeze.io import bytes_of
     from hf_freeze.methods.registry import methods_from_file
     from hf_freeze.model.convert import convert as convert_model
 
@@ -52,5 +53,4 @@ def convert(
             budget=budget,
             say=terminal.say,
         )
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")
+        terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

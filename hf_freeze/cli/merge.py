@@ -21,9 +21,9 @@ def merge(
 
     Example: hf-freeze merge llama-7b-low-rank llama-7b-dense
     """
+    from hf_freeze.io import bytes_of
     from hf_freeze.model.convert import merge as merge_model
 
     with terminal.one_line_errors():
         folder = merge_model(source, out, max_shard_size=max_shard_size, say=terminal.say)
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        terminal.say(f"Written: {folder} ({size / 1e6:.2f} MB)")
+        terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

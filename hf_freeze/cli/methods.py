@@ -16,7 +16,7 @@ def methods(
         str | None, typer.Argument(help="A method to explain, such as low_rank; all are listed if not given.")
     ] = None,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the table of methods and architectures as the README shows it.")
+        bool, typer.Option("--markdown", help="Print a table of methods and architectures in Markdown.")
     ] = False,
 ) -> None:
     """List the methods, or explain one: what it does, its settings with their defaults, and an example.
