@@ -3,7 +3,17 @@
 from collections import Counter
 from typing import Any
 
-from hf_freeze.architectures.base import base_name, canonical_parameters, full_name, read
+from torch import nn
+
+from hf_freeze.architectures.base import (
+    Architecture,
+    Attention,
+    Stack,
+    base_name,
+    canonical_parameters,
+    full_name,
+    read,
+)
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import EXPERT_OUTPUT, features
 from hf_freeze.methods.registry import METHODS
@@ -32,7 +42,7 @@ def description_of(model: Any) -> dict[str, Any]:
     }
 
 
-def _rows(model: Any, stack: Any, depth: int) -> list[list[str]]:
+def _rows(model: Any, stack: Stack, depth: int) -> list[list[str]]:
     """One row for each kind of attention and each FFN; modules are named below the layer."""
     config = model.config
     rows = [["layers", stack.layers, f"{depth} ({stack.depth})"]]
@@ -50,13 +60,13 @@ def _rows(model: Any, stack: Any, depth: int) -> list[list[str]]:
     return rows
 
 
-def _some(stack: Any, part: str, depth: int) -> str:
+def _some(stack: Stack, part: str, depth: int) -> str:
     """In how many of the layers the part is, if not in all."""
     count = sum(stack.has(part, number) for number in range(depth))
     return "" if count == depth else f", {count} of {depth} layers"
 
 
-def _in_layers(model: Any, stack: Any, part: str, name: str, depth: int) -> list[Any]:
+def _in_layers(model: Any, stack: Stack, part: str, name: str, depth: int) -> list[Any]:
     """The module `name` of each layer that has `part`; None where a method has removed it."""
     names = (f"{stack.layers.format(number)}.{name}" for number in range(depth) if stack.has(part, number))
     modules = dict(model.base_model.named_modules(remove_duplicate=False))
@@ -68,12 +78,12 @@ def _counts(numbers: list[int]) -> str:
     return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"
 
 
-def _inputs(linear: Any) -> int:
+def _inputs(linear: nn.Module) -> int:
     """The inputs of a linear; none if all heads before it were removed."""
     return features(linear)[0] if hasattr(linear, "in_features") or hasattr(linear, "nx") else 0
 
 
-def _heads(model: Any, stack: Any, kind: str, attention: Any, depth: int) -> str:
+def _heads(model: Any, stack: Stack, kind: str, attention: Attention, depth: int) -> str:
     size = attention.head_size(model.config)
     linears = _in_layers(model, stack, kind, attention.o, depth)
     heads = [_inputs(linear) // size for linear in linears]
@@ -82,14 +92,14 @@ def _heads(model: Any, stack: Any, kind: str, attention: Any, depth: int) -> str
     return f"{_counts(heads)} heads of {size}{shared}"
 
 
-def _neurons(model: Any, stack: Any, last: str, depth: int) -> str:
+def _neurons(model: Any, stack: Stack, last: str, depth: int) -> str:
     if stack.width is None and last not in stack.neurons:
         return ""
     counts = _counts([_inputs(linear) for linear in _in_layers(model, stack, last, last, depth)])
     return f"{counts} neurons{_field(model, stack.width, counts)}"
 
 
-def _neurons_of_experts(model: Any, stack: Any, module: str, depth: int) -> str:
+def _neurons_of_experts(model: Any, stack: Stack, module: str, depth: int) -> str:
     layers = _in_layers(model, stack, module, module, depth)
     counts = _counts([getattr(experts, EXPERT_OUTPUT).shape[-1] for experts in layers])
     return f"{counts} neurons each{_field(model, stack.expert_width, counts)}"
@@ -103,7 +113,7 @@ def _field(model: Any, field: str | None, counts: str) -> str:
     return f" ({field})" if str(native) == counts or native is None else f", of {native} ({field})"
 
 
-def _components(model: Any, architecture: Any) -> dict[str, int]:
+def _components(model: Any, architecture: Architecture) -> dict[str, int]:
     """Parameters of the model without a head, by component."""
     counts: Counter[str] = Counter()
     for name, parameter in canonical_parameters(model):
@@ -112,7 +122,7 @@ def _components(model: Any, architecture: Any) -> dict[str, int]:
     return dict(counts)
 
 
-def _names(config: Any, architecture: Any) -> str:
+def _names(config: Any, architecture: Architecture) -> str:
     """How settings name layers, attentions and FFNs of this model."""
     stack = next(iter(architecture.stacks))
     examples = [f"layers={{{stack!r}: [0]}}"]

@@ -24,14 +24,14 @@ _MODES = {
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
-def copy_sentence_files(source: Any, target: Path) -> None:
+def copy_sentence_files(source: str | os.PathLike[str], target: Path) -> None:
     """Copy those of sentence-transformers from a directory or Hub id, if it has them."""
     root = _folder(source, _FILES)
     if (root / "modules.json").is_file():
         _copy(root, target, _FILES)
 
 
-def read_sentence_files(source: Any) -> dict[str, Any]:
+def read_sentence_files(source: str | os.PathLike[str]) -> dict[str, Any]:
     """How a directory or Hub id makes one vector of those of the tokens; {} if it has no files of sentence-transformers.
 
     "mode": of pooling, such as "mean" or "cls"; several with + between them. "dense": (weight, bias, activation) of each linear
@@ -62,12 +62,12 @@ def _json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def copy_processors(source: Any, target: Path) -> None:
+def copy_processors(source: str | os.PathLike[str], target: Path) -> None:
     """Copy the settings of the image processor or feature extractor from a directory or Hub id, if it has them."""
     _copy(_folder(source, _PROCESSORS), target, _PROCESSORS)
 
 
-def _folder(source: Any, patterns: tuple[str, ...]) -> Path:
+def _folder(source: str | os.PathLike[str], patterns: tuple[str, ...]) -> Path:
     root = Path(source)
     return root if root.is_dir() else Path(snapshot_download(os.fspath(source), allow_patterns=list(patterns)))
 

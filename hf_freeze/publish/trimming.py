@@ -201,6 +201,6 @@ def _hidden_states(model: Any, ids: list[int]) -> torch.Tensor:
         return model.base_model(**others, **dict.fromkeys(read_by, torch.tensor([ids])))[0]
 
 
-def _hub_id(source: Any) -> str | None:
+def _hub_id(source: str | os.PathLike[str]) -> str | None:
     name = os.fspath(source)
     return name if not Path(name).exists() and _HUB_ID.fullmatch(name) else None

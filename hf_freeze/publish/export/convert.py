@@ -124,7 +124,7 @@ def _texts_to_compare(texts: list[Any], is_calibrated: bool) -> list[Any]:
     return compared
 
 
-def _check_model(model: Any, task: str, tokenizer: Any, source: Any, format: str) -> None:
+def _check_model(model: Any, task: str, tokenizer: Any, source: str | os.PathLike[str], format: str) -> None:
     """Raises ValueError unless the format has models of this kind."""
     kind = FORMATS[format]
     if kind.tasks is not None and task not in kind.tasks.get(architecture_of(model.config).model_type, ()):
@@ -134,7 +134,7 @@ def _check_model(model: Any, task: str, tokenizer: Any, source: Any, format: str
         raise ValueError(f"{source} holds no tokenizer, but {format} needs one; save it beside the model")
 
 
-def _write_beside(export: Export, source: Any, format: str, folder: Path) -> None:
+def _write_beside(export: Export, source: str | os.PathLike[str], format: str, folder: Path) -> None:
     """Write what a folder holds besides the files of the engine: tokenizer, processors, configs and the marker."""
     model = export.model
     if export.tokenizer is not None:
@@ -166,7 +166,7 @@ def _compact(folder: Path) -> None:
         path.write_text(json.dumps(content, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")
 
 
-def _destination(source: Any, suffix: str, out: Any) -> Path:
+def _destination(source: str | os.PathLike[str], suffix: str, out: Any) -> Path:
     if out is not None:
         return Path(out)
     path = Path(source)
@@ -176,7 +176,7 @@ def _destination(source: Any, suffix: str, out: Any) -> Path:
     return Path(f"{path.name}-{suffix}")  # a Hub id is exported to the working directory
 
 
-def _open(source: Any) -> tuple[Any, str]:
+def _open(source: str | os.PathLike[str]) -> tuple[Any, str]:
     """(model in eval mode, its task) of a directory or Hub id."""
     if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
         raise ValueError(f"{source} holds no model: it has no config.json")
