@@ -24,11 +24,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from hf_freeze.layers.tensor_train import merge, tt_svd
-from hf_freeze.solvers.columns import choose, eliminate, refit
+from hf_freeze.solvers.columns import eliminate, refit
 from hf_freeze.solvers.low_rank import low_rank
 from hf_freeze.solvers.moments import Moments
 from hf_freeze.solvers.rounding import Symmetric, gptq
-from hf_freeze.solvers.sparse import gradual, sparsegpt
+from hf_freeze.solvers.sparse import gradual
 from hf_freeze.solvers.tensors import alternate
 
 Solver = Callable[[Tensor, Moments], object]
@@ -43,11 +43,9 @@ def tensor_train(weight: Tensor, moments: Moments) -> object:
 
 SOLVERS: dict[str, Solver] = {
     "eliminate columns": lambda weight, moments: eliminate(weight, None, moments),
-    "choose 4 of 8 heads": lambda weight, moments: choose(weight, None, moments, 4, weight.shape[1] // 8),
     "refit half of the columns": lambda weight, moments: refit(weight, None, moments, range(0, weight.shape[1], 2)),
     "low rank": lambda weight, moments: low_rank(weight, None, moments),
     "GPTQ, int4 in groups of 64": lambda weight, moments: gptq(weight, None, moments, Symmetric(7), group=64),
-    "SparseGPT": lambda weight, moments: sparsegpt(weight, None, moments, 0.3),
     "gradual zeros": lambda weight, moments: gradual(weight, None, moments, 0.3),
     "tensor train of rank 16": tensor_train,
 }

@@ -52,11 +52,11 @@ def forms_of(cut: str, task: str, config: Any) -> list[Form]:
         return [(equal, {}, nullcontext()), (auto, {"budget": budget}, nullcontext())]
     if cut == CHANNELS:
         chosen: list[Any] = [methods.HiddenPruning(width=config.hidden_size * 3 // 4)]
-        left_out = "CalibrationPass._joins"
+        left_out = "streams.Streams.joins"
     else:
         chosen = peer_hf_freeze.methods_of(measures.CUTS[task][cut], config, allocated=True)
-        left_out = "descend"
-    without = mock.patch(f"hf_freeze.model.calibrating.{left_out}", return_value=None)
+        left_out = "fitting.descend"
+    without = mock.patch(f"hf_freeze.model.{left_out}", return_value=None)
     return [(chosen, {}, without), (chosen, {}, nullcontext())]
 
 

@@ -6,7 +6,6 @@ what moves in the model tells what the field means. Nothing here is about one fa
 
 import copy
 import functools
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +22,7 @@ from hf_freeze.architectures.fields import per_layer_fields, with_fields
 from hf_freeze.architectures.hidden import prove
 from hf_freeze.architectures.probe import Probe, on_cpu
 from hf_freeze.architectures.roles import stacks_of
-from hf_freeze.architectures.shrink import shrink, sizes_in
+from hf_freeze.architectures.shrink import config_key, shrink, sizes_in
 from hf_freeze.architectures.tasks import native_class, native_classes
 from hf_freeze.architectures.verify import sees_the_future, verify, verify_layers
 from hf_freeze.compat.transformers import quiet
@@ -36,18 +35,13 @@ def derive(config: Any) -> Architecture:
     contradict each other.
     """
     check_contradictions(config)
-    key = _key(config)
+    key = config_key(config)
     if key not in _DERIVED:
         with quiet(), torch.random.fork_rng(devices=[]):  # the first call leaves the random state as the later ones do
             with on_cpu():
                 small, unused = _derived_small(config)
             _DERIVED[key] = _adopt(describe(base_model(config), config, unused), small, config)
     return _DERIVED[key]
-
-
-def _key(config: Any) -> str:
-    """What a description depends on. `architectures` names the class of the whole model, which a variant's config changes."""
-    return type(config).__name__ + json.dumps(config.to_dict() | {"architectures": None}, sort_keys=True, default=str)
 
 
 _DERIVED: dict[str, Architecture] = {}
@@ -61,7 +55,7 @@ def _derived_small(config: Any) -> tuple[Architecture, list[str]]:
         small = shrink(config)
     except Exception as error:  # whatever the config class raises for values that it refuses
         raise NotDerived(f"{config.model_type}: no small config for its proofs: {first_line(error)}") from error
-    key = _key(small)
+    key = config_key(small)
     if key not in _SMALL:
         try:
             probe = Probe(small)
@@ -125,15 +119,10 @@ def _output(architecture: Architecture, config: Any) -> str | None:
 def _unused(probe: Probe) -> list[str]:
     """The lists of layers that the probe's inputs do not reach, such as the audio tower of a model that gets text."""
     called: set[str] = set()
-    handles = [
-        layer.register_forward_hook(lambda *_, path=path: called.add(path))
-        for path, layers in stacks_of(probe.model).items()
-        for layer in layers
-    ]
-    probe.run()
-    for handle in handles:
-        handle.remove()
-    return [path for path in stacks_of(probe.model) if path not in called]
+    stacks = stacks_of(probe.model)
+    layers = {f"{path}.{number}": layer for path, stack in stacks.items() for number, layer in enumerate(stack)}
+    probe.watch(layers, lambda name, _, __: called.add(name.rpartition(".")[0]))
+    return [path for path in stacks if path not in called]
 
 
 def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture:

@@ -30,7 +30,7 @@ from hf_freeze.architectures.examples import masks_for
 from hf_freeze.architectures.fields import change, hidden_sizes
 from hf_freeze.architectures.probe import Probe, adds_one, difference, on_cpu, tie
 from hf_freeze.architectures.roles import stacks_of
-from hf_freeze.architectures.shrink import HEAD_SIZE, integer_fields, shrink
+from hf_freeze.architectures.shrink import HEAD_SIZE, config_key, integer_fields, shrink
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_classes
 from hf_freeze.compat.transformers import mapped_class, quiet
 
@@ -53,14 +53,9 @@ def _native_config(config: Any) -> Any:
     return getattr(config, "native_before_methods", config)
 
 
-def _key(native_class: Any, small: Any) -> tuple[str, str]:
-    left_out = ("architectures", "transformers_version", "_name_or_path", "problem_type")
-    return native_class.__name__, str({name: value for name, value in small.to_dict().items() if name not in left_out})
-
-
 def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
     """The small model of a class, and its channels; found once in a process."""
-    key = _key(native_class, small)
+    key = native_class.__name__, config_key(small)
     if key not in _FOUND:
         task = next((task for task, cls in native_classes(type(small)).items() if cls is native_class), None)
         with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
@@ -149,7 +144,7 @@ def check_head(model: Any, field: str) -> None:
     logits: `prove` runs the base model alone."""
     native_class = getattr(type(model), "native_class", type(model))
     small = shrink(_native_config(model.config))
-    key = *_key(native_class, small), field
+    key = native_class.__name__, config_key(small), field
     if key not in _HEADS:
         probe, channels = _found(native_class, small)
         left = _size(probe.model, channels) // 4
@@ -283,7 +278,7 @@ def narrow(model: Any, field: str, tables: Iterable[str]) -> Narrow:
     the base model. Raises NotFound with the reason where no native model computes the same."""
     native_class = getattr(type(model), "native_class", type(model))
     small = shrink(_native_config(model.config))
-    key = *_key(native_class, small), field
+    key = native_class.__name__, config_key(small), field
     if key not in _NARROW:
         probe, channels = _found(native_class, small)
         with quiet(), torch.random.fork_rng(devices=[]), on_cpu():

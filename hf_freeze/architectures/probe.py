@@ -1,8 +1,8 @@
 """A small model of the same config class, with noise for weights: what probes and proofs run on."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -57,6 +57,14 @@ class Probe:
         """The first output, fp32."""
         with torch.random.fork_rng(devices=[]):
             return _first_tensor(self.model(**(self.inputs | inputs))).float()
+
+    def watch(self, modules: Mapping[str, nn.Module], see: Callable[[str, tuple[Any, ...], Any], None]) -> None:
+        """Run once, and have `see(name, positional inputs, outputs)` called after each of the modules."""
+        with ExitStack() as handles:
+            for name, module in modules.items():
+                hook = module.register_forward_hook(lambda _, args, outputs, name=name: see(name, args, outputs))
+                handles.callback(hook.remove)
+            self.run()
 
     def differs(self, **inputs: torch.Tensor) -> float:
         """The largest difference to the outputs at construction, relative to their size."""

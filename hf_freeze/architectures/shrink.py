@@ -1,6 +1,7 @@
 """A small config of the same kind: the same switches, small numbers. Probes and tests run on the model that it makes."""
 
 import copy
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -70,6 +71,13 @@ def shrink(config: Any) -> Any:
     Raises ValueError if the class refuses these values.
     """
     return type(config).from_dict(copy.deepcopy(_shrunk(config.to_dict())))
+
+
+def config_key(config: Any) -> str:
+    """Equal for configs of which the native classes make equal models."""
+    left_out = ("architectures", "transformers_version", "_name_or_path", "problem_type")
+    data = {name: value for name, value in config.to_dict().items() if name not in left_out}
+    return type(config).__name__ + json.dumps(data, sort_keys=True, default=str)
 
 
 def sizes_in(config: Any) -> dict[str, tuple[str, ...]]:

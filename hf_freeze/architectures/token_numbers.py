@@ -1,6 +1,5 @@
 """Token ids that a native model computes with, so that these tokens must keep their numbers."""
 
-import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from hf_freeze.architectures.fields import change
 from hf_freeze.architectures.probe import Probe, difference, on_cpu
 from hf_freeze.architectures.roles import has_module
-from hf_freeze.architectures.shrink import shrink, token_fields
+from hf_freeze.architectures.shrink import config_key, shrink, token_fields
 from hf_freeze.compat.transformers import quiet
 
 _HARD_CODED = 5  # ids below this may stand in the code of a family: MPNet takes 1 for padding, whatever its config says
@@ -28,7 +27,7 @@ def fixed_numbers(config: Any, tables: Iterable[str], least: int = 0) -> dict[st
     """
     fields = {name: number for name, number in token_fields(config).items() if number > least}
     small = shrink(config)
-    key = (type(small), str(fields), least, json.dumps(small.to_dict(), sort_keys=True, default=str))
+    key = config_key(small), str(fields), least
     if key not in _KNOWN:
         with quiet(), torch.random.fork_rng(devices=[]), on_cpu(), torch.no_grad():
             fixed: dict[str, int] = {}

@@ -6,12 +6,11 @@ No other file names these; tests/compat checks each of them and says what moved 
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
 from transformers.integrations.accelerate import expand_device_map, offload_weight
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
@@ -28,6 +27,12 @@ LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number", "seed")
 def cache_name(arguments: Iterable[str]) -> str:
     """The name under which a cache was passed to a forward: `cache` since transformers 5.24, `past_key_values` before."""
     return "cache" if "cache" in arguments else "past_key_values"
+
+
+if TYPE_CHECKING:  # what the mixins of variants are always combined with
+    MixedConfig, MixedModel = PreTrainedConfig, PreTrainedModel
+else:
+    MixedConfig, MixedModel = object, object
 
 
 class PrivateHooks:
@@ -107,21 +112,6 @@ def mapped_class(auto_class: Any, config_class: type) -> Any:
 def processor_mappings() -> list[Any]:
     """The mappings from config classes to tokenizers, image processors, feature extractors and processors."""
     return [TOKENIZER_MAPPING, IMAGE_PROCESSOR_MAPPING, FEATURE_EXTRACTOR_MAPPING, PROCESSOR_MAPPING]
-
-
-@contextlib.contextmanager
-def native_base_model(config_class: type, native_config_class: Any) -> Iterator[None]:
-    """Inside, AutoModel makes the native base model for a variant's config. Some native task classes make their base model by
-    it; the methods are applied to the whole model, once."""
-    registered: Any = transformers.AutoModel._model_mapping
-    variant = registered._extra_content.get(config_class)
-    registered._extra_content[config_class] = registered[native_config_class]
-    try:
-        yield
-    finally:
-        registered._extra_content.pop(config_class)
-        if variant is not None:
-            registered._extra_content[config_class] = variant
 
 
 # -- initialisation ----------------------------------------------------------------------------------------------------

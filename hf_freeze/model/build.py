@@ -24,7 +24,6 @@ from hf_freeze.compat.transformers import (
     keys_to_ignore,
     leave_unquantized,
     mark_initialized,
-    native_base_model,
     set_keys_to_ignore,
 )
 from hf_freeze.layers.constants import whole
@@ -35,8 +34,9 @@ from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_shared_layers
 from hf_freeze.methods.parts import SeededValues, Selection, frozen_at, layers_kept, parts_of
 from hf_freeze.model.adapters import check_adapters
-from hf_freeze.model.execution import ExecutionMixin, mode_of_loading
+from hf_freeze.model.execution import ExecutionMixin, check_mode
 from hf_freeze.model.merging import merged
+from hf_freeze.model.paging import Paged
 from hf_freeze.model.resizing import ResizingMixin
 from hf_freeze.model.saving import SavingMixin
 from hf_freeze.model.training import TrainingMixin
@@ -56,15 +56,33 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     """In front of a native class: builds the structure from the config, freezes, and regenerates what is not stored.
 
     `methods`: those applied, in order; `methods_now`: the same, where they name layers, by the numbers that layers have after all
-    methods. `seeded_tensors`: full name -> definition of each tensor that is not stored.
+    methods. `seeded_tensors`: full name -> definition of each tensor that is not stored. `paged`: the files that hold what is
+    made, if that is larger than the memory.
     """
 
     methods: list[Method]
     methods_now: list[Method]
     architecture: Architecture
     seeded_tensors: dict[str, SeededTensor]
+    paged: Paged | None
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __new__(cls, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """A variant; but the native base model for the config of a backbone: some native task classes make theirs by AutoModel,
+        and the methods are applied to the whole model, once."""
+        if getattr(config, "of_backbone", False):
+            return cls.native_class(config, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        seeded_execution: str = "resident",
+        paged: Paged | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_mode(seeded_execution)
+        self.paged = paged
         self._restructured = False
         self._native_ties: dict[str, str] | None = None
         self.on_disk: set[str] = set()  # seeded tensors that `from_pretrained` leaves to accelerate
@@ -73,8 +91,13 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         #    On meta there is nothing to draw, and torch takes longer to find that out than for all the rest.
         on_meta = torch.empty(0).is_meta
         undrawn = no_draws if on_meta else contextlib.nullcontext
-        with native_base_model(type(config), self.native_class.config_class), undrawn():
-            super().__init__(config.before_methods(), *args, **kwargs)
+        backbone = config.before_methods()
+        backbone.of_backbone = True
+        with undrawn():
+            super().__init__(backbone, *args, **kwargs)
+        for module in self.modules():
+            if hasattr(module, "config"):
+                vars(module.config).pop("of_backbone", None)
         native_linears = {name for name, module in self.named_modules() if surgery.is_dense(module)}
         if on_meta:
             self.tie_weights(recompute_mapping=False)  # which comes with the draws
@@ -95,7 +118,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         self._collect_unstored()
         self.apply_freeze()
         self._leave_unquantized(native_linears)
-        self._set_execution(mode_of_loading())
+        self._set_execution(seeded_execution)
         # 5. Values: fresh draws, then the seeded tensors. On meta there are none yet; `from_pretrained` fills them in and calls
         #    `initialize_weights` at its end.
         if not any(parameter.is_meta for parameter in self.parameters()):

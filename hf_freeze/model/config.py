@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import transformers
 from packaging.version import InvalidVersion, Version
@@ -19,7 +19,7 @@ from hf_freeze.architectures.registry import ARCHITECTURES, VARIANT_PREFIX
 from hf_freeze.architectures.shrink import sizes_in
 from hf_freeze.architectures.stored import from_data, to_data
 from hf_freeze.compat.peft import share_default_targets
-from hf_freeze.compat.transformers import copy_attention_implementation
+from hf_freeze.compat.transformers import MixedConfig, copy_attention_implementation
 from hf_freeze.io import write_whole
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import check_order
@@ -28,17 +28,12 @@ from hf_freeze.methods.registry import method_from_dict, method_to_dict
 from hf_freeze.model.migrations import migrate
 from hf_freeze.model.remote_code import MODULE, has_remote_code, module_for
 
-if TYPE_CHECKING:  # what the mixin is always combined with
-    from transformers import PreTrainedConfig as _Config
-else:
-    _Config = object
-
 _LONGEST = 1000  # characters of an error message
 INITS = ("backbone", "marian")
 VARIANT_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields", "description", "calibration")
 
 
-class VariantConfigMixin(_Config):
+class VariantConfigMixin(MixedConfig):
     """The fields that a variant adds to the config of its backbone; all are untrusted input, checked at construction.
 
     `methods`: the methods applied, in order, as plain data. `init`: how fresh weights are drawn, `"backbone"` (natively) or
@@ -51,6 +46,7 @@ class VariantConfigMixin(_Config):
 
     _layers_left: dict[str, list[int]]
     code_files: dict[str, str] | None = None  # while a model saves its folder: name -> source of the code that loads it
+    of_backbone: bool = False  # while a variant builds its backbone from this config
     methods: list
     init: str
     hf_freeze_version: str | None
@@ -217,7 +213,7 @@ class VariantConfigMixin(_Config):
         alike = (native_type, None if by_hand is None else by_hand.named_like)
         share_default_targets(variant_type, *(name for name in alike if name is not None))
         data = super().to_dict()
-        for name in ("_parsed", "_native_architecture", "_layers_left", "code_files"):
+        for name in ("_parsed", "_native_architecture", "_layers_left", "code_files", "of_backbone"):
             data.pop(name, None)
         for name in ("description", "calibration"):
             if data.get(name) is None:

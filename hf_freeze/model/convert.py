@@ -5,12 +5,12 @@ import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.registry import architecture_for
@@ -22,8 +22,8 @@ from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.calibration import digest_of
 from hf_freeze.model.loading import empty_model, load_model
-from hf_freeze.model.make import make_variant
-from hf_freeze.model.paging import paging
+from hf_freeze.model.make import Conversion, variant_of
+from hf_freeze.model.paging import Paged
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -71,12 +71,11 @@ def convert(
         job["budget"] = budget
     what = f"converting {source}: {', '.join(method.name for method in methods) or 'no methods'}"
 
-    def make(model: Any) -> Any:
+    def make(model: Any, paged: Paged | None) -> Any:
         if model.device.type == "meta" and calibration is not None and _are_open(methods, model):
             return model  # how much stays of which layer, the texts tell
-        variant = make_variant(
-            model, list(methods), copy=False, calibration=calibration, tokenizer=tokenizer, budget=budget
-        )
+        how = Conversion(copy=False, calibration=calibration, tokenizer=tokenizer, budget=budget, paged=paged)
+        variant = variant_of(model, list(methods), how)
         if (report := getattr(variant, "calibration_report", None)) is not None:
             say(f"calibrated with {report.texts:,} texts, {report.tokens:,} tokens")
             for note in report.notes:
@@ -99,7 +98,7 @@ def merge(
     that cannot be undone, and otherwise what `convert` raises.
     """
 
-    def make(model: Any) -> Any:
+    def make(model: Any, paged: Paged | None) -> Any:
         if not isinstance(model, VariantMixin):
             raise ValueError(f"{source} holds a native {type(model).__name__} already: there is nothing to merge")
         return model.merge(copy=False)
@@ -110,7 +109,7 @@ def merge(
 def _write(
     source: Path,
     out: Path,
-    make: Callable[[Any], Any],
+    make: Callable[[Any, Paged | None], Any],
     job: dict[str, Any],
     max_shard_size: str,
     say: Callable[[str], Any],
@@ -126,18 +125,19 @@ def _write(
     structure = empty_model(source)
     check_shapes(structure, files, source)
     with torch.device("meta"):
-        target = make(structure)  # what cannot be is refused here
+        target = make(structure, None)  # what cannot be is refused here
     _check_room(out, _stored_bytes(target) + _stored_bytes(target, with_ties=True))  # tied ones may be made one by one
     folder = out.with_name(f".{out.name}.part")
     _claim(folder, job | _identity(source, files))
-    with paging(folder, shard_bytes):
+    with Paged(folder, shard_bytes) as paged:
         say(what)
-        model, info = load_model(source, output_loading_info=True)
+        of_variant = {"paged": paged} if isinstance(structure, VariantMixin) else {}
+        model, info = load_model(source, output_loading_info=True, **of_variant)
         if info["missing_keys"]:  # a variant is refused by itself
             shutil.rmtree(folder)
             lacking = sorted(info["missing_keys"])
             raise ValueError(f"{source} lacks {len(lacking)} tensors of its config, such as {lacking[0]!r}")
-        model = make(model)
+        model = make(model, paged)
         say(f"writing {out}")
         written = folder / "written"
         shutil.rmtree(written, ignore_errors=True)
@@ -206,21 +206,12 @@ def _are_open(methods: Sequence[Method], model: Any) -> bool:
 
 def _header(file: Path) -> dict[str, tuple[str, list[int]]]:
     """{tensor: (dtype, shape)} of a safetensors file. Raises ValueError if it is truncated or none."""
-    size = file.stat().st_size
     try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > size - 8:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(opened.read(length))
-        header.pop("__metadata__", None)
-        tensors = {name: (entry["dtype"], entry["shape"]) for name, entry in header.items()}
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no dict)
+            return {name: (tensor.get_dtype(), list(tensor.get_shape())) for name, tensor in tensors.items()}
+    except SafetensorError as error:
         raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
-    if end != size:
-        raise ValueError(f"{file} has {size} bytes, but its header says {end}: it is truncated or damaged")
-    return tensors
 
 
 def _bytes_of(size: str) -> int:

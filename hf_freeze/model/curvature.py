@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_freeze.model.fidelity import compared_output, real_tokens
+from hf_freeze.model.watching import hooked
 
 _ROWS = 128  # texts: means over their tokens settle early
 
@@ -28,17 +29,15 @@ def curvatures(model: Any, batches: Sequence[Mapping[str, Any]], linears: Mappin
         for batch in batches:
             outputs: dict[str, Tensor] = {}
 
-            def keep(name: str, module: nn.Module, args: Any, output: Tensor, outputs: Any = outputs) -> Tensor:
+            def keep(
+                name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor, outputs: Any = outputs
+            ) -> Tensor:
                 _check_finite(output, repr(name))
                 outputs[name] = output if output.requires_grad else output.detach().requires_grad_()
                 return outputs[name]
 
-            handles = [module.register_forward_hook(functools.partial(keep, name)) for name, module in linears.items()]
-            try:
+            with hooked([(module, functools.partial(keep, name)) for name, module in linears.items()]):
                 result = model(**batch)
-            finally:
-                for handle in handles:
-                    handle.remove()
             output, kind = compared_output(result)
             _check_finite(output, "the model")
             real = real_tokens(batch, output)

@@ -3,27 +3,21 @@
 import contextlib
 import warnings
 from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hf_freeze.compat.transformers import MixedModel
 from hf_freeze.layers.fused_weight import why_not
 from hf_freeze.layers.seeded_weight import Engine, SeededWeight
 from hf_freeze.model.weights import ENGINES, regenerate
 from hf_freeze.seeded import SeededTensor
 from hf_freeze.seeded.tiles import whole_only
 
-if TYPE_CHECKING:  # what the mixin is always combined with
-    from transformers import PreTrainedModel as _Model
-else:
-    _Model = object
-
-_LOADING: ContextVar[str] = ContextVar("seeded_execution", default="resident")
 _NAMED = 3  # tensors that a warning names
 
 
-class ExecutionMixin(_Model):
+class ExecutionMixin(MixedModel):
     """The part of a variant that decides how seeded tensors are executed. It is a setting of the model in memory, never of a
     checkpoint."""
 
@@ -108,19 +102,3 @@ def check_mode(mode: Any) -> None:
     """Raise ValueError for a mode that `set_seeded_execution` does not have."""
     if not isinstance(mode, str) or mode not in ENGINES:
         raise ValueError(f"seeded_execution={mode!r}: must be one of {', '.join(map(repr, ENGINES))}")
-
-
-@contextlib.contextmanager
-def loading(mode: Any) -> Iterator[None]:
-    """Inside, variants are constructed with this mode. Raises ValueError for an unknown one."""
-    check_mode(mode)
-    token = _LOADING.set(mode)
-    try:
-        yield
-    finally:
-        _LOADING.reset(token)
-
-
-def mode_of_loading() -> str:
-    """The mode of the `from_pretrained` that is running."""
-    return _LOADING.get()

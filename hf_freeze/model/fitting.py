@@ -1,9 +1,8 @@
-"""In which coordinates the parameters of a layer are fitted together (`solvers/descent.py`): those of its linears by what they
-read, and by what their outputs change in those of the layer."""
+"""Fit the parameters of a layer together (`solvers/descent.py`): in the coordinates of its linears, by what they read, and by
+what their outputs change in those of the layer."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,39 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.masked import MaskedConv1D, MaskedLinear
-from hf_freeze.solvers.descent import Coordinates
+from hf_freeze.model.watching import hooked, remembering
+from hf_freeze.solvers.descent import Coordinates, descend
 
 _LINEARS = (nn.Linear, Conv1D, LowRankLinear, MaskedLinear, MaskedConv1D)
+
+
+def fit_together(
+    layer: nn.Module,
+    parameters: list[nn.Parameter],
+    run: Callable[[int], Tensor],
+    targets: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> bool:
+    """Fit parameters of a layer so that `run` of each batch gives its target (B, T, H), where an error of a token counts by its
+    weight (B, T, 1). Whether there are as many values as parameters; otherwise nothing changes."""
+    size = sum(float((w * t.square()).sum()) for w, t in zip(weights, targets, strict=True))
+    values = sum(int(w.count_nonzero()) for w in weights) * targets[0].shape[-1]
+    if values < sum(p.numel() for p in parameters):
+        return False
+
+    def errors() -> Iterator[Tensor]:
+        for number, (weight, target) in enumerate(zip(weights, targets, strict=True)):
+            begin(number)
+            yield (weight * (run(number) - target).square()).sum() / size
+
+    def outputs() -> Iterator[Tensor]:
+        for number, weight in enumerate(weights):
+            begin(number)
+            yield (weight / size).sqrt() * run(number)
+
+    with remembering(layer, parameters) as begin:
+        descend(parameters, errors, coordinates_of(layer, parameters, outputs))
+    return True
 
 
 def coordinates_of(
@@ -31,14 +60,12 @@ def coordinates_of(
     ]
     grams = {id(linear): _Grams() for linear in linears}
 
-    def watch(linear: nn.Module, args: Any, output: Tensor) -> None:
+    def watch(linear: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(functools.partial(grams[id(linear)].add, args[0].detach()))
 
     generator = torch.Generator().manual_seed(0)
-    with ExitStack() as handles, torch.enable_grad():
-        for linear in linears:
-            handles.callback(linear.register_forward_hook(watch).remove)
+    with hooked([(linear, watch) for linear in linears]), torch.enable_grad():
         for values in outputs():
             noise = torch.randn(values.shape, generator=generator).to(values)
             (values * noise).sum().backward()

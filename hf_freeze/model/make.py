@@ -5,14 +5,14 @@
    checks each method against the sizes of the backbone and against the methods before it (`config.py`, `methods/order.py`).
 3. The variant class builds the model from that config: backbone, structure, ties, freezing, values (`build.py`).
 4. A config as backbone needs 2 and 3 once (`_from_config`). For a backbone with weights they are repeated for each method that
-   changes the structure, and this method converts the weights of the model before it (`_from_model`). Tensors that a method
+   changes the structure, and this method converts the weights of the model before it (`_Conversions`). Tensors that a method
    leaves as they are go from model to model without a copy (`sharing.py`).
 """
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,21 +28,41 @@ from hf_freeze.methods.base import Method
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict
-from hf_freeze.model import paging
 from hf_freeze.model.alignment_heads import has_alignment, without_heads, without_layers
 from hf_freeze.model.build import VariantMixin
-from hf_freeze.model.calibrating import Calibrator
+from hf_freeze.model.calibrator import Calibrator
 from hf_freeze.model.classes import variant_class_of
 from hf_freeze.model.components import take_components
 from hf_freeze.model.config import INITS, native_config_class
 from hf_freeze.model.loading import check_exists
 from hf_freeze.model.merging import copy_runtime
+from hf_freeze.model.paging import Paged
 from hf_freeze.model.resizing import vocabulary_size
 from hf_freeze.model.sharing import copy_shared, releasing, share_tensors, take_packed, use_up
 from hf_freeze.model.token_ids import check_fixed_token_ids, renumber_token_ids
 from hf_freeze.model.weights import no_draws, redraw, regenerate, seeded_draws
 
 _OF_CLASS = ("model_type", "auto_map")  # the latter names code that loads the variant as it was before
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How the weights of a model go over to its variant: as the arguments of `make_variant` with these names say. `paged`: where
+    what is made lies, if it is larger than the memory."""
+
+    copy: bool = True
+    seed: int = 0
+    calibration: Any = None
+    tokenizer: Any = None
+    budget: float | None = None
+    paged: Paged | None = None
+
+    def check(self, methods: Sequence[Method]) -> None:
+        """Raise ValueError for a budget or methods that need what is not there."""
+        check_budget(methods, self.budget, self.calibration)
+        needing = next((method for method in methods if method.facts.calibration == "needed"), None)
+        if self.calibration is None and needing is not None:
+            raise ValueError(f"{needing} needs a calibration: give make_variant trained weights and calibration=")
 
 
 def make_variant(
@@ -77,32 +97,36 @@ def make_variant(
     of no texts, of another model or for a backbone without weights; FileNotFoundError for a missing directory.
     """
     _check_arguments(backbone, methods, task, init)
-    check_budget(methods, budget, calibration)
-    if calibration is None and (
-        needing := next((method for method in methods if method.facts.calibration == "needed"), None)
-    ):
-        raise ValueError(f"{needing} needs a calibration: give make_variant trained weights and calibration=")
     if calibration is not None and isinstance(backbone, PreTrainedConfig):
         raise ValueError(
             "calibration= is for trained weights, but the backbone is a config: leave it out, or pass a model"
         )
+    how = Conversion(copy, seed, calibration, tokenizer, budget)
     if components:
         if scratch := next((method.name for method in methods if method.facts.from_scratch), None):
             raise ValueError(
                 f"method {scratch!r}: its blocks train from scratch, so the backbone can have no components="
             )
+        how.check(methods)
         backbone = make_variant(backbone, [], task=task, init=init, seed=seed, copy=copy)
         take_components(backbone, components)
-        copy = False
-    seen = (calibration, tokenizer)
+        how = replace(how, copy=False)
     if isinstance(backbone, PreTrainedConfig):
-        variant = _from_config(backbone, methods, task, init, seed)
-    elif isinstance(backbone, PreTrainedModel):
-        variant = _from_model(backbone, methods, copy=copy, seed=seed, calibration=seen, budget=budget)
-    else:
+        how.check(methods)
+        return _with_teachers(_from_config(backbone, methods, task, init, seed), methods)
+    if not isinstance(backbone, PreTrainedModel):
         check_exists(backbone)
-        model = AUTO_CLASSES[str(task)].from_pretrained(backbone)
-        variant = _from_model(model, methods, copy=False, seed=seed, calibration=seen, budget=budget)
+        backbone, how = AUTO_CLASSES[str(task)].from_pretrained(backbone), replace(how, copy=False)
+    return variant_of(backbone, methods, how)
+
+
+def variant_of(model: PreTrainedModel, methods: Sequence[Method], how: Conversion) -> Any:
+    """The part of `make_variant` for a model with weights."""
+    how.check(methods)
+    return _with_teachers(_Conversions(model, methods, how).variant(), methods)
+
+
+def _with_teachers(variant: Any, methods: Sequence[Method]) -> Any:
     for method in methods:
         if (teacher := getattr(method, "teacher", None)) is not None:
             variant.set_teacher(teacher)
@@ -162,114 +186,138 @@ def _from_config(config: Any, methods: Sequence[Method], task: Any, init: str, s
     for method in model.methods_now:
         _prepare(method, model)
     regenerate(model)  # `prepare` may have copied fresh values over seeded ones
-    return _from_model(model, methods[fresh:], copy=False, seed=seed) if methods[fresh:] else model
+    if not methods[fresh:]:
+        return model
+    return _Conversions(model, methods[fresh:], Conversion(copy=False, seed=seed)).variant()
 
 
-def _from_model(
-    model: PreTrainedModel,
-    added: Sequence[Method],
-    *,
-    copy: bool,
-    seed: int,
-    calibration: tuple[Any, Any] = (None, None),
-    budget: float | None = None,
-) -> Any:
-    """A variant with the weights of `model`, by way of one model for each method that changes the structure.
-    `calibration`: and its tokenizer. `budget`: see `make_variant`."""
-    _check_class(type(model), model.config)
-    if is_quantized(model) and (quantizer := model.quantization_method) != "bitsandbytes":
-        name = getattr(quantizer, "value", quantizer)  # of an enum, in transformers 5
-        raise ValueError(f"no variant of a model that {name} has packed: make it first, save it, and open that so")
-    check_fixed_token_ids(model.config, added)
-    variant_class = _variant_class(type(model))
-    added = list(added)
-    on_meta = model.device.type == "meta"
-    calibrator = None if calibration[0] is None or on_meta else Calibrator(model, *calibration, make=_plain)
-    structural = {number for number, method in enumerate(added, 1) if method.facts.structural}
-    # Later methods may select by seeded values, so these are drawn when their method has its turn.
-    seeding = {number for number, method in enumerate(added, 1) if method.part(SeededValues)}
-    current: Any = model
-    settings = deepcopy(getattr(model, "generation_config", None))
-    redrawing = {number for number, method in enumerate(added, 1) if method.part(InitialValues)}
+class _Conversions:
+    """From a model with weights to a variant, by way of one model for each method that changes the structure.
 
-    def built(number: int, *, calibrated: bool, used_up: bool) -> Any:
+    `numbers`: of the methods that such a model is made for, counted from 1; `current`: the last one that was made.
+    """
+
+    def __init__(self, model: PreTrainedModel, methods: Sequence[Method], how: Conversion) -> None:
+        _check_class(type(model), model.config)
+        if is_quantized(model) and (quantizer := model.quantization_method) != "bitsandbytes":
+            name = getattr(quantizer, "value", quantizer)  # of an enum, in transformers 5
+            raise ValueError(f"no variant of a model that {name} has packed: make it first, save it, and open that so")
+        check_fixed_token_ids(model.config, methods)
+        self.model, self.how, self.methods = model, how, list(methods)
+        self.variant_class = _variant_class(type(model))
+        self.on_meta = model.device.type == "meta"
+        self.calibrator = None
+        if how.calibration is not None and not self.on_meta:
+            self.calibrator = Calibrator(model, how.calibration, how.tokenizer, _plain, how.paged is not None)
+        numbered = list(enumerate(self.methods, 1))
+        self.structural = {number for number, method in numbered if method.facts.structural}
+        self.redrawing = {number for number, method in numbered if method.part(InitialValues)}
+        # Later methods may select by seeded values, so these are drawn when their method has its turn.
+        seeding = {number for number, method in numbered if method.part(SeededValues)}
+        self.numbers = sorted({*self.structural, *seeding, *self.redrawing, len(self.methods)})
+        self.current: Any = model
+        self.settings = deepcopy(getattr(model, "generation_config", None))
+        self.removal: float | None = None  # of the budget, what methods to come must remove
+
+    def variant(self) -> Any:
+        """The variant with all methods."""
+        for number in self.numbers:
+            if number and not self.on_meta:
+                self._decide(number)
+            if number in self.structural:
+                method = self.methods[number - 1]
+                if not self.on_meta:  # which heads go, the weights tell
+                    without_heads(self.settings, method, self.current)
+                without_layers(self.settings, method, self.current)
+            self.current = self._next(number)
+        return self._finished()
+
+    def _decide(self, number: int) -> None:
+        """Fix what the method keeps, where weights or texts decide it."""
+        method, calibrator = self.methods[number - 1], self.calibrator
+        if self.how.budget is not None and calibrator is not None and is_auto(method):
+            if not calibrator.runs:
+                raise ValueError(
+                    f"budget={self.how.budget:g}: costs of different parts are compared by their gradients, which a saved "
+                    "calibration does not have: give texts"
+                )
+            with calibrator.statistics(self.current, self.current) as statistics:
+                method, self.removal = decide(
+                    self.methods[number - 1 :],
+                    self.how.budget,
+                    self.current,
+                    architecture_for(self.current),
+                    statistics,
+                    self.removal,
+                )
+        self.methods[number - 1] = _decided(method, self.current, calibrator, has_alignment(self.settings))
+
+    def _next(self, number: int) -> Any:
+        """The model of the first `number` methods; of its forms with and without a calibration, the better one."""
+        calibrator = self.calibrator
+        compares = (
+            number in self.structural and calibrator is not None and calibrator.compares(self.methods[number - 1])
+        )
+        new = self._built(
+            number, calibrated=True, used_up=(self.current is not self.model or not self.how.copy) and not compares
+        )
+        if calibrator is None or not compares:
+            return new
+        plain = self._built(number, calibrated=False, used_up=False)
+        return calibrator.better(self.methods[number - 1], self.model, new, plain)
+
+    def _built(self, number: int, *, calibrated: bool, used_up: bool) -> Any:
         """The model of the first `number` methods, with the weights of `current`."""
-        method = added[number - 1] if number in structural else None
-        config = _variant_config(variant_class, model.config, added[:number], "backbone")
-        with torch.device("meta") if on_meta else no_draws(model.dtype):
-            new = variant_class(config)
-        if on_meta:
+        current, method = self.current, self.methods[number - 1] if number in self.structural else None
+        config = _variant_config(self.variant_class, self.model.config, self.methods[:number], "backbone")
+        with torch.device("meta") if self.on_meta else no_draws(self.model.dtype):
+            new = self.variant_class(config, paged=self.how.paged)
+        if self.on_meta:
             return new
         from_scratch = method is not None and bool(method.facts.from_scratch)
         if is_quantized(current):
             take_packed(current, new, method)
         share_tensors(current, new, converted=not from_scratch)
         new.tie_weights(recompute_mapping=False)
-        with seeded_draws(seed if from_scratch else None):
+        with seeded_draws(self.how.seed if from_scratch else None):
             new.draw_fresh()  # what neither the model before nor `convert` fills
         if method is not None:
             with no_draws(), releasing(current, new, used_up=used_up):
-                if calibrated and calibrator is not None:
-                    calibrator.convert(method, current, new)
+                if calibrated and self.calibrator is not None:
+                    self.calibrator.convert(method, current, new)
                 else:
                     method.convert(current, new)
             new.tie_weights(recompute_mapping=False)  # `convert` may have put new modules in
-        if number in structural | redrawing:
-            _prepare(added[number - 1], new)
+        if number in self.structural | self.redrawing:
+            _prepare(self.methods[number - 1], new)
         new.apply_freeze()  # `convert` may have put modules in, which are trainable
         new.config.digests = {}
         regenerate(new)
-        if (paged := paging.active()) is not None:
-            paged.move(new)
+        if self.how.paged is not None:
+            self.how.paged.move(new)
         copy_quantizer(current, new)
         return new
 
-    removal = None  # of the budget, what methods to come must remove
-    for number in sorted({*structural, *seeding, *redrawing, len(added)}):
-        if number and not on_meta:
-            if budget is not None and calibrator is not None and is_auto(added[number - 1]):
-                added[number - 1], removal = _shared_out(added[number - 1 :], budget, current, calibrator, removal)
-            added[number - 1] = _decided(added[number - 1], current, calibrator, has_alignment(settings))
-        if number in structural:
-            if not on_meta:  # which heads go, the weights tell
-                without_heads(settings, added[number - 1], current)
-            without_layers(settings, added[number - 1], current)
-        compared = calibrator is not None and number in structural and calibrator.compares(added[number - 1])
-        used_up = (current is not model or not copy) and not compared
-        new = built(number, calibrated=True, used_up=used_up)
-        if calibrator is not None and compared:
-            new = calibrator.better(added[number - 1], model, new, built(number, calibrated=False, used_up=False))
-        current = new
-    copy_runtime(model, current)
-    if settings is not None:
-        current.generation_config = settings
-    if calibrator is not None:
-        current.calibration_report = calibrator.report
-        current.config.calibration = {"texts": calibrator.report.texts, "tokens": calibrator.report.tokens}
-    if copy:
-        copy_shared(model, current)
-    elif current is not model:
-        use_up(model)
-    if getattr(current, "generation_config", None) is not None:
-        renumber_token_ids(current.generation_config, added, vocabulary_size(model.config))
-    return current
-
-
-def _shared_out(
-    methods: list[Method], budget: float, old: Any, calibrator: Calibrator, removal: float | None
-) -> tuple[Method, float]:
-    """As `decide`."""
-    if not calibrator.runs:
-        raise ValueError(
-            f"budget={budget:g}: costs of different parts are compared by their gradients, which a saved calibration does not "
-            "have: give texts"
-        )
-    with calibrator.statistics(old, old) as statistics:
-        return decide(methods, budget, old, architecture_for(old), statistics, removal)
+    def _finished(self) -> Any:
+        """The last model, with what is neither structure nor weights."""
+        model, variant = self.model, self.current
+        copy_runtime(model, variant)
+        if self.settings is not None:
+            variant.generation_config = self.settings
+        if self.calibrator is not None:
+            report = variant.calibration_report = self.calibrator.report
+            variant.config.calibration = {"texts": report.texts, "tokens": report.tokens}
+        if self.how.copy:
+            copy_shared(model, variant)
+        elif variant is not model:
+            use_up(model)
+        if getattr(variant, "generation_config", None) is not None:
+            renumber_token_ids(variant.generation_config, self.methods, vocabulary_size(model.config))
+        return variant
 
 
 def _plain(model: Any, method: Method) -> Any:
-    return _from_model(model, [method], copy=True, seed=0)
+    return _Conversions(model, [method], Conversion()).variant()
 
 
 def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
@@ -295,7 +343,7 @@ def _check_class(model_class: type[PreTrainedModel], config: Any) -> None:
 
 def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], init: str) -> Any:
     """A config of `variant_class`: the fields of `config`, its methods if it is a variant's, and those that are `added`."""
-    fields = {name: value for name, value in copy.deepcopy(config.to_dict()).items() if name not in _OF_CLASS}
+    fields = {name: value for name, value in deepcopy(config.to_dict()).items() if name not in _OF_CLASS}
     fields |= fields.get("original_fields", {}) | {"original_fields": None}
     fields["methods"] = fields.get("methods", []) + [method_to_dict(method) for method in added]
     fields["init"] = fields.get("init", init) if init == "backbone" else init

@@ -15,8 +15,8 @@ from hf_freeze.architectures.derive import base_model
 from hf_freeze.architectures.fields import change
 from hf_freeze.architectures.kinds import tells_kinds
 from hf_freeze.compat.transformers import LAYER_NUMBERS, is_quantized, keep_on_save
-from hf_freeze.model import paging
 from hf_freeze.model.config import cache_fields, native_config
+from hf_freeze.model.paging import Paged
 from hf_freeze.model.sharing import memory_of, use_up
 from hf_freeze.model.weights import no_draws
 
@@ -41,8 +41,8 @@ def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
     if structural:
         # Methods replace modules and leave tensors as they are, so that the copy can have those of the variant.
         source = deepcopy(variant, {id(tensor): tensor for tensor in chain(variant.parameters(), variant.buffers())})
-        if (paged := paging.active()) is not None:
-            surgery.call_when_finished(source, paged.move)
+        if variant.paged is not None:
+            surgery.call_when_finished(source, variant.paged.move)
         with no_draws():
             for method in reversed(structural):
                 method.merge(source, variant.architecture)
@@ -52,7 +52,7 @@ def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
         native: Any = variant.native_class(config)
     _check_layers(native, source, variant.config, variant.architecture)
     _take_over(source, native, variant.device)
-    _separate(native, variant if copy else nn.Module())
+    _separate(native, variant if copy else nn.Module(), variant.paged)
     attentions = variant.architecture.attentions(source.config).values()
     surgery.match_scales(source.base_model, native.base_model, attentions, source.config)
     keep_on_save(native, variant.trained_constants())  # native classes leave out positions, even trained ones
@@ -128,7 +128,7 @@ def _take_over(source: Any, native: Any, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _separate(native: Any, variant: nn.Module) -> None:
+def _separate(native: Any, variant: nn.Module, paged: Paged | None) -> None:
     """Copy the tensors of `native` that lie in the memory of `variant`, or in that of another tensor of `native`, as those of
     layers that shared their parameters do."""
     taken = {memory_of(tensor) for tensor in chain(variant.parameters(), variant.buffers())}
@@ -142,7 +142,7 @@ def _separate(native: Any, variant: nn.Module) -> None:
             if memory_of(tensor) in taken:
                 tensor.data, copied = tensor.data.clone(), True
             taken.add(memory_of(tensor))
-        if copied and (paged := paging.active()) is not None:
+        if copied and paged is not None:
             paged.move(module)
 
 

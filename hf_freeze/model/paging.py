@@ -1,8 +1,7 @@
 """Models that are larger than the memory: their tensors lie in files, of which the system keeps in memory what is in use.
 
-Tensors that are loaded lie in the files of their checkpoint already. Inside `paging`, those that are made go to files of a
-folder, one after another, and a thread has the system write out and forget the pages of all these files when they take too much
-memory.
+Tensors that are loaded lie in the files of their checkpoint already. Those that are made go to files of a folder, one after
+another (`Paged`), and a thread has the system write out and forget the pages of all these files when they take too much memory.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +20,17 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.io import sync, whole_lines
 
-_PAGED: ContextVar["Paged | None"] = ContextVar("paged", default=None)
 _SMALL = 2**16  # bytes; smaller tensors stay in memory
 _MADV_PAGEOUT = 21  # Linux 5.4: no change is lost, whether the pages are written yet or not
 _MAPPED = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ (\d+) +(/.*\S)")
 
 
 class Paged:
-    """The files of one folder.
+    """The files of one folder, which the caller removes.
 
-    `limit`: bytes of resident memory, above those at the start, from which on pages are given back. Modules that `keep` is called
-    for stay in the folder, where `restore` finds them after the process was killed.
+    `limit`: bytes of resident memory, above those at the start, from which on pages are given back while the context is open;
+    only Linux keeps to it. Modules that `keep` is called for stay in the folder, where `restore` finds them after the process was
+    killed.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -101,6 +99,9 @@ class Paged:
                 page_out()
                 surgery.return_freed_memory()
 
+    def __deepcopy__(self, memo: Any) -> "Paged":
+        return self
+
     def __enter__(self) -> "Paged":
         self._thread.start()
         return self
@@ -108,25 +109,6 @@ class Paged:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
-
-
-@contextlib.contextmanager
-def paging(folder: Path, limit: int) -> Iterator[Paged]:
-    """Inside, `make_variant` keeps what it makes in files of `folder`, which is removed by the caller.
-
-    `limit`: bytes of resident memory that tensors in files may take. Only Linux keeps to it.
-    """
-    with Paged(folder, limit) as paged:
-        token = _PAGED.set(paged)
-        try:
-            yield paged
-        finally:
-            _PAGED.reset(token)
-
-
-def active() -> Paged | None:
-    """That of the innermost `paging`, if there is one."""
-    return _PAGED.get()
 
 
 def resident() -> int:

@@ -1,13 +1,14 @@
 """`resize_token_embeddings` of variants."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import base_name, read
 from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.compat.transformers import MixedModel
 from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, BandedOutput
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import Quantized
@@ -15,13 +16,8 @@ from hf_freeze.methods.parts import KeptTokens, ResizedTables, parts_of
 from hf_freeze.model.token_ids import resize_kept_tokens
 from hf_freeze.model.weights import demote_output_bias, promote_output_bias, regenerate
 
-if TYPE_CHECKING:  # what the mixin is always combined with
-    from transformers import PreTrainedModel as _Model
-else:
-    _Model = object
 
-
-class ResizingMixin(_Model):
+class ResizingMixin(MixedModel):
     """The part of a variant that resizes vocabularies: seeded tables are regenerated, factorised and trimmed ones can grow."""
 
     def resized_embeddings(

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compat.transformers import mask_of_frames
 
 
 def on_device(model: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,6 +35,49 @@ def token_mask(architecture: Architecture, model: Any, batch: Any, block: str, x
             f"the padding mask of {block!r} has the shape {tuple(mask.shape)}, its tokens have {tuple(x.shape[:-1])}"
         )
     return mask.bool()
+
+
+class RealTokens:
+    """Tells which rows of what a linear of `model` sees are real tokens."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        attentions = architecture_for(model).attentions(model.config)
+        self._reads_encoder = {
+            linear
+            for name, attention in attentions.items()
+            if name.endswith(".cross")
+            for linear in (attention.k, attention.v)
+        }
+
+    def rows(
+        self, name: str, place: tuple[str, int] | None, batch: Mapping[str, Any], x: torch.Tensor
+    ) -> torch.Tensor | None:
+        """bool, in the shape of `x`, what the linear `name` reads, without its last axis: the real tokens; None where the rows
+        are not those of the batch, or it has no mask. `place`: (stack, layer) that the linear lies in, or None."""
+        masks = [batch.get("attention_mask")]
+        if self._model.config.is_encoder_decoder:
+            of_encoder = name in self._reads_encoder or (place is not None and place[0] != "decoder")
+            masks.insert(int(of_encoder), decoder_mask(batch))
+        shape = x.shape[:-1]
+        for mask in masks:
+            if mask is None or mask.dim() != 2:
+                continue
+            if len(shape) == 2 and mask.shape[0] == shape[0] and mask.shape[1] > shape[1] and place is not None:
+                mask = mask_of_frames(self._model, mask, shape[1])
+            if mask.shape == shape or shape == (mask.numel(),):
+                return mask.bool().reshape(shape)
+        first = next((value for value in batch.values() if torch.is_tensor(value) and value.dim() == 2), None)
+        if first is not None and shape == (first.numel(),):  # all tokens, one after another
+            return torch.ones(shape, dtype=torch.bool, device=x.device)
+        return None
+
+    def of_ids(self, ids: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The ids of real tokens among those that a table looks up."""
+        read = batch.get("input_ids")
+        of_source = read is not None and read.shape == ids.shape and torch.equal(read, ids)
+        mask = batch.get("attention_mask") if of_source else decoder_mask(batch)
+        return ids[mask.bool()] if mask is not None and mask.shape == ids.shape else ids
 
 
 @contextmanager

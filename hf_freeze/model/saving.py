@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -14,27 +14,21 @@ from torch import distributed
 
 from hf_freeze._version import __version__
 from hf_freeze.architectures.base import base_name
-from hf_freeze.compat.transformers import do_not_save, keys_to_ignore, saves_adapters_alone
+from hf_freeze.compat.transformers import MixedModel, do_not_save, keys_to_ignore, saves_adapters_alone
 from hf_freeze.layers.seeded_weight import SeededWeight
 from hf_freeze.model import pushing
 from hf_freeze.model.atomic_save import finish_adapter, replacing_adapter, replacing_model, staged_subfolder
-from hf_freeze.model.execution import loading
 from hf_freeze.model.native_code import FILES, remote_code
 from hf_freeze.model.remote_code import has_remote_code
 from hf_freeze.model.weights import computed_constant, generated
 from hf_freeze.seeded import SeededTensor, digest
-
-if TYPE_CHECKING:  # what the mixin is always combined with
-    from transformers import PreTrainedModel as _Model
-else:
-    _Model = object
 
 
 class SizeMismatchError(ValueError, RuntimeError):
     """A RuntimeError too, which is what transformers raises here."""
 
 
-class SavingMixin(_Model):
+class SavingMixin(MixedModel):
     """The part of a variant that reads and writes its folder."""
 
     config: Any
@@ -165,7 +159,6 @@ class SavingMixin(_Model):
 
         Raises ValueError for a damaged file, for a tensor that is missing, unexpected or of another size, for a seeded tensor
         that has no digest or differs in `state_dict`, and for an unknown `seeded_execution`."""
-        mode = kwargs.pop("seeded_execution", "resident")
         with_info = kwargs.pop("output_loading_info", False)
         resizes = kwargs.pop("ignore_mismatched_sizes", False)
         in_memory = dict(kwargs.get("state_dict") or {})
@@ -174,14 +167,13 @@ class SavingMixin(_Model):
         if pretrained_model_name_or_path is not None:
             finish_adapter(Path(pretrained_model_name_or_path))
         try:
-            with loading(mode):
-                loaded: Any = super().from_pretrained(
-                    pretrained_model_name_or_path,
-                    *args,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                    **kwargs,
-                )
+            loaded: Any = super().from_pretrained(  # which hands `seeded_execution` on to the class
+                pretrained_model_name_or_path,
+                *args,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **kwargs,
+            )
             model, info = loaded
         except SafetensorError as error:
             raise ValueError(

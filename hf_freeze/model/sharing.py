@@ -16,7 +16,6 @@ from hf_freeze.layers.derived import features
 from hf_freeze.layers.seeded_weight import SeededWeight
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import layers_kept
-from hf_freeze.model import paging
 
 _BY_MAKING = "make_variant(copy=False), which gave its tensors to the variant; use the variant"
 
@@ -86,15 +85,14 @@ def take_packed(old: Any, new: Any, method: Method | None) -> None:
 @contextlib.contextmanager
 def releasing(model: Any, new: Any, *, used_up: bool) -> Iterator[None]:
     """Inside, methods free the tensors of `model` that they have converted (`surgery.release`) if it is used up, and what they
-    have filled in `new` goes to files (`paging`). A model is used up after an error, too."""
+    have filled in `new` goes to its files, if it has some (`paging.py`). A model is used up after an error, too."""
     if not used_up:
         yield
         return
-    paged = paging.active()
-    if paged is not None:
-        paged.next_step()
+    if new.paged is not None:
+        new.paged.next_step()
     try:
-        with surgery.releasing(model, new, paged):
+        with surgery.releasing(model, new, new.paged):
             yield
     except Exception:
         use_up(model)

@@ -2,21 +2,17 @@
 
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_freeze.architectures.base import Architecture
+from hf_freeze.compat.transformers import MixedModel
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import KeptTokens, Objective, Schedule, Step, frozen_at, parts_of
 from hf_freeze.model.alignment_heads import without_heads
 from hf_freeze.model.tokenizers import load_tokenizer
-
-if TYPE_CHECKING:  # what the mixin is always combined with
-    _Model = PreTrainedModel
-else:
-    _Model = object
 
 
 class _Teacher:
@@ -32,7 +28,7 @@ class _Teacher:
         return type(self), (None,)
 
 
-class TrainingMixin(_Model):
+class TrainingMixin(MixedModel):
     """The part of a variant that only training uses.
 
     `progress`: the share of training steps done, in 0..1; None until the first `advance`. It is never saved: it follows from

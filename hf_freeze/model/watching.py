@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +69,16 @@ class Routed:
 
 
 @contextmanager
+def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]], *, before: bool = False) -> Iterator[None]:
+    """Inside, each hook is called after its module, with (module, args, kwargs, output), or `before` it, without the output."""
+    with ExitStack() as handles:
+        for module, hook in hooks:
+            register = module.register_forward_pre_hook if before else module.register_forward_hook
+            handles.callback(register(hook, with_kwargs=True).remove)
+        yield
+
+
+@contextmanager
 def swapped(old: Any, new: Any, names: Iterable[str]) -> Iterator[None]:
     """Inside, the new model has modules of the old one."""
     own = {name: new.base_model.get_submodule(name) for name in names}
@@ -90,30 +100,21 @@ def seen_in(
 
     def look(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         if again or name not in seen:
-            seen.setdefault(name, []).append(output if outputs else read_by(module, args, kwargs))
+            seen.setdefault(name, []).append(output if outputs else read_by(module, (*args, *kwargs.values())))
         if len(seen) == len(modules) and not again:
             raise Reached
 
-    handles = []
-    for name, module in modules.items():
-        register = module.register_forward_hook if outputs else module.register_forward_pre_hook
-        handles.append(register(functools.partial(look, name), with_kwargs=True))
-    try:
+    hooks = [(module, functools.partial(look, name)) for name, module in modules.items()]
+    with suppress(Reached), hooked(hooks, before=not outputs):
         run()
-    except Reached:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
     return seen
 
 
-def read_by(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def read_by(module: nn.Module, inputs: Sequence[Any]) -> Any:
     """The first input of a module; of experts `Routed`."""
-    values = (*args, *kwargs.values())
     if not are_experts(module):
-        return values[0]
-    return Routed(module, *(value.reshape(-1, value.shape[-1]) for value in values[:3]))
+        return inputs[0]
+    return Routed(module, *(value.reshape(-1, value.shape[-1]) for value in inputs[:3]))
 
 
 def first_input(inputs: dict[str, Tensor], name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -142,25 +143,21 @@ def ends_of(layers: Sequence[nn.Module]) -> Iterator[list[End]]:
     ends = [End() for _ in layers]
     last: dict[int, tuple[str, Tensor, Any]] = {}
 
-    def after_part(number: int, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def after_part(number: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if args and torch.is_tensor(args[0]):
             last[number] = (name, args[0], output)
 
-    def after_layer(number: int, module: nn.Module, args: Any, output: Any) -> None:
+    def after_layer(number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         ends[number].output = output if torch.is_tensor(output) else output[0]
         if number in last and last[number][2] is ends[number].output:
             ends[number].norm, ends[number].before, _ = last[number]
 
-    handles = []
+    hooks = []
     for number, layer in enumerate(layers):
-        for name, part in norms_of(layer):
-            handles.append(part.register_forward_hook(functools.partial(after_part, number, name)))
-        handles.append(layer.register_forward_hook(functools.partial(after_layer, number)))
-    try:
+        hooks += [(part, functools.partial(after_part, number, name)) for name, part in norms_of(layer)]
+        hooks.append((layer, functools.partial(after_layer, number)))
+    with hooked(hooks):
         yield ends
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Any, Tensor] | None:
@@ -168,13 +165,10 @@ def seen_both(linear: nn.Module, run: Callable[[], Any]) -> tuple[Any, Tensor] |
     seen: list[Any] = []
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen.append((read_by(module, args, kwargs), output))
+        seen.append((read_by(module, (*args, *kwargs.values())), output))
 
-    handle = linear.register_forward_hook(look, with_kwargs=True)
-    try:
+    with hooked([(linear, look)]):
         run()
-    finally:
-        handle.remove()
     return seen[0] if seen else None
 
 
@@ -194,17 +188,9 @@ def calls_of(
         if all(caught) and not to_end:
             raise Reached
 
-    handles = [
-        layer.register_forward_pre_hook(functools.partial(catch, number), with_kwargs=True)
-        for number, layer in enumerate(layers)
-    ]
-    try:
+    hooks = [(layer, functools.partial(catch, number)) for number, layer in enumerate(layers)]
+    with suppress(Reached), hooked(hooks, before=True):
         model(**batch)
-    except Reached:
-        pass
-    finally:
-        for handle in handles:
-            handle.remove()
     return caught
 
 

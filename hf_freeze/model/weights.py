@@ -15,7 +15,6 @@ from hf_freeze.compat.transformers import draw, mark_initialized
 from hf_freeze.layers.factorized_embedding import Factors
 from hf_freeze.layers.fused_weight import Fused
 from hf_freeze.layers.seeded_weight import Engine, SeededWeight
-from hf_freeze.model import paging
 from hf_freeze.seeded import SeededTensor, digest
 from hf_freeze.seeded.tiles import whole_only
 
@@ -105,8 +104,8 @@ def regenerate(model: Any) -> None:
             else:
                 parameter.copy_(generated(model, name, parameter.device))
             mark_initialized([model.get_parameter(name)])
-            if (paged := paging.active()) is not None:
-                paged.move(model.get_submodule(name.rpartition(".")[0]))
+            if model.paged is not None:
+                model.paged.move(model.get_submodule(name.rpartition(".")[0]))
 
 
 def _unmake(model: Any, name: str, parameter: Any, weight: SeededWeight) -> None:

@@ -20,8 +20,6 @@ from torch import Tensor
 from hf_freeze.solvers.moments import RIDGE, Moments, cholesky, inverse, problem
 
 _BLOCK = 64  # columns that are removed between two updates of the whole matrices
-_SEARCHED = 12  # up to this number of groups, all subsets are searched
-_WORK = 3e10  # multiply-adds of this search, about
 
 Groups = int | Sequence[Sequence[int]]
 
@@ -61,59 +59,6 @@ def eliminate(
         alive = alive[left]
     losses = torch.tensor([0.0, *costs], dtype=torch.float64).clamp_min(0).cumsum(0)
     return Elimination(torch.tensor(order, dtype=torch.int64), losses)
-
-
-def choose(
-    weight: Tensor, bias: Tensor | None, moments: Moments, number: int, groups: Groups = 1, *, ridge: float = RIDGE
-) -> tuple[list[int], float]:
-    """The `number` groups of columns to keep, ascending, and the error that is left, as in `eliminate`.
-
-    Up to 12 groups: the best of all subsets, found by elimination with backtracking (branch and bound: an error only grows with
-    each removal). For wide groups, it stops after 3e10 multiply-adds with the best so far. More than 12: those of `eliminate`.
-    Raises ValueError as `eliminate` and `Elimination.kept` do.
-    """
-    columns = group_columns(groups, weight.shape[1])
-    if len(columns) > _SEARCHED or not 0 < number < len(columns):
-        elimination = eliminate(weight, bias, moments, columns, ridge=ridge)
-        return elimination.kept(number), float(elimination.losses[len(columns) - number])
-    p, s, size = _inverse_and_costs(weight, bias, moments, columns, ridge)
-    best, removed = _search(p, s, size, list(range(len(columns))), len(columns) - number, 0.0, float("inf"), [_WORK])
-    return sorted(set(range(len(columns))) - set(removed)), best
-
-
-def _search(
-    p: Tensor, s: Tensor, size: int, free: list[int], number: int, spent: float, best: float, work: list[float]
-) -> tuple[float, list[int]]:
-    """Which `number` of the groups `free` to remove: (error, groups), if below `best`; else (`best`, []).
-
-    `work`: the multiply-adds that are left for it."""
-    removed: list[int] = []
-    while len(free) >= number and (work[0] > 0 or best == float("inf")):
-        work[0] -= 4 * size * p.numel()
-        costs = _costs(_blocks(p, size), _blocks(s, size))
-        values, at = costs.sort()
-        cheapest, highest = values[[0, number - 1]].clamp_min(0).tolist()
-        # Removing `number` groups costs at least as much as the dearest of them alone.
-        if spent + highest >= best:
-            break
-        g = int(at[0])
-        if number == 1:
-            return spent + cheapest, [free[g]]
-        left = [i for i in range(len(free)) if i != g]
-        columns = torch.tensor([i * size + j for i in left for j in range(size)], device=p.device)
-        here = slice(g * size, (g + 1) * size)
-        r, q, others = p[here][:, columns], s[here][:, columns], [free[i] for i in left]
-        m = torch.linalg.solve(p[here, here], r)
-        k = q - s[here, here] @ m / 2
-        p, s = p[columns][:, columns], s[columns][:, columns]
-        cross = m.T @ k
-        error, groups = _search(
-            p - r.T @ m, s - cross - cross.T, size, others, number - 1, spent + cheapest, best, work
-        )
-        if error < best:
-            best, removed = error, [free[g], *groups]
-        free = others  # the other branch: this group stays
-    return best, removed
 
 
 def refit(

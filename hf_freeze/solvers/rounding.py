@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_freeze.solvers.moments import RIDGE, Moments, cholesky, inverse, problem
+from hf_freeze.solvers.moments import Moments, cholesky, inverse, problem
 
 _BLOCK = 128  # columns between two updates of all later ones
 
@@ -78,7 +78,6 @@ def gptq(
     *,
     group: int | None = None,
     sweeps: int = 2,
-    ridge: float = RIDGE,
 ) -> Rounded:
     """Round W (O, I), with b (O,) or None, to a grid whose steps belong to `group` neighbouring columns of a row (the last may be
     fewer), or to whole rows. `sweeps`: of coordinate descent, each as long as GPTQ itself.
@@ -89,7 +88,7 @@ def gptq(
     size = inputs if group is None else group
     if size < 1:
         raise ValueError(f"group={group}: must be at least 1")
-    solved = problem(weight, bias, moments, ridge)
+    solved = problem(weight, bias, moments)
     target, gram = solved.target, solved.gram
     numbers, steps = _in_order(target, gram, grid, size)
     for _ in range(sweeps):

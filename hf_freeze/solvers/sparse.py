@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_freeze.solvers.moments import FEW_TOKENS_RIDGE, RIDGE, Moments, Problem, cholesky, inverse, problem
+from hf_freeze.solvers.moments import Moments, Problem, inverse, problem
 
-_BLOCK = 128  # columns between two updates of all later ones
+_ROUNDS = 8
 
 
 def wanda(weight: Tensor, moments: Moments, share: float) -> Tensor:
@@ -22,68 +22,28 @@ def wanda(weight: Tensor, moments: Moments, share: float) -> Tensor:
     return mask.scatter_(1, scores.topk(kept, dim=1).indices, True)
 
 
-def sparsegpt(
-    weight: Tensor,
-    bias: Tensor | None,
-    moments: Moments,
-    share: float,
-    *,
-    block: int = _BLOCK,
-    ridge: float = FEW_TOKENS_RIDGE,
-) -> tuple[Tensor, Tensor | None]:
-    """W (O, I) and b (O,) or None -> W' of which a share is not zero, and its bias, by SparseGPT (Frantar and Alistarh, 2023,
-    https://arxiv.org/abs/2301.00774, algorithm 1), unstructured.
+def gradual(weight: Tensor, bias: Tensor | None, moments: Moments, share: float) -> tuple[Tensor, Tensor | None]:
+    """W (O, I) and b (O,) or None -> W' of which a share is not zero, and its bias.
 
-    Columns are handled in their order, and those that follow make up for each that is set to zero. In every `block` columns, the
-    entries with the least w² / U_jj² go, where H⁻¹ = UᵀU with U upper triangular. Raises ValueError for a share outside 0..1.
+    In `_ROUNDS` rounds, the entries with the least A_oo w² / (H⁻¹)_jj go, which is what removing one costs, with A the curvature
+    or 1; all others are refitted, and so on (gradual pruning, Boža, 2024, https://arxiv.org/abs/2401.02938, with conjugate
+    gradients for its ADMM). On the linears of a small Llama, its error is 27 % below that of SparseGPT (Frantar and Alistarh,
+    2023, https://arxiv.org/abs/2301.00774), for about 60 products (O, I) (I, I) in fp32. Raises ValueError for a share outside
+    0..1.
     """
     _checked(share)
-    solved = problem(weight, bias, moments, ridge)
-    w, u = solved.target.clone(), cholesky(inverse(solved.gram)).T
-    for first in range(0, w.shape[1], block):
-        last = min(first + block, w.shape[1])
-        part, rows = w[:, first:last], u[first:last, first:last]
-        scores = (part / rows.diagonal()).square().flatten()
-        gone = scores.new_zeros(len(scores), dtype=torch.bool)
-        gone[scores.topk(len(scores) - round(share * len(scores)), largest=False, sorted=False).indices] = True
-        gone = gone.view_as(part)
-        errors = torch.zeros_like(part)
-        for j in range(last - first):
-            errors[:, j] = torch.where(gone[:, j], part[:, j] / rows[j, j], 0)
-            part[:, j:].addmm_(errors[:, j : j + 1], rows[j : j + 1, j:], alpha=-1)
-        part.masked_fill_(gone, 0)
-        w[:, last:].addmm_(errors, u[first:last, last:], alpha=-1)
-    return solved.result(w)
-
-
-def gradual(
-    weight: Tensor,
-    bias: Tensor | None,
-    moments: Moments,
-    share: float,
-    *,
-    rounds: int = 8,
-    ridge: float = RIDGE,
-) -> tuple[Tensor, Tensor | None]:
-    """As `sparsegpt`, in `rounds`: the entries with the least A_oo w² / (H⁻¹)_jj go, which is what removing one costs, with A the
-    curvature or 1; all others are refitted, and so on (gradual pruning, Boža, 2024, https://arxiv.org/abs/2401.02938, with
-    conjugate gradients for its ADMM).
-
-    On the linears of a small Llama, its error is 27 % below that of `sparsegpt`, for about 60 products (O, I) (I, I) in fp32.
-    """
-    _checked(share)
-    solved = problem(weight, bias, moments, ridge)
-    shares = [share + (1 - share) * (left / rounds) ** 2 for left in reversed(range(rounds))]  # the later, the fewer go
+    solved = problem(weight, bias, moments)
+    shares = [
+        share + (1 - share) * (left / _ROUNDS) ** 2 for left in reversed(range(_ROUNDS))
+    ]  # the later, the fewer go
     *_, last = _rounds(solved, shares, 4)
     return solved.result(last)
 
 
-def losses(
-    weight: Tensor, bias: Tensor | None, moments: Moments, shares: Sequence[float], *, ridge: float = RIDGE
-) -> list[float]:
+def losses(weight: Tensor, bias: Tensor | None, moments: Moments, shares: Sequence[float]) -> list[float]:
     """The error tr(A (T - W') H (T - W')ᵀ) for each of the falling `shares` of W (O, I) that are not zero, by one run as that of
     `gradual`; A is the curvature of the moments, or 1. Raises ValueError for a share outside 0..1."""
-    solved = problem(weight, bias, moments, ridge)
+    solved = problem(weight, bias, moments)
     errors = []
     for new in _rounds(solved, [_checked(share) for share in shares], 16):
         difference = solved.target - new.to(solved.target)
@@ -116,21 +76,19 @@ def refit_mask(
     start: Tensor | None = None,
     *,
     steps: int | None = None,
-    tolerance: float = 1e-10,
-    ridge: float = RIDGE,
 ) -> tuple[Tensor, Tensor | None]:
     """The least squares of W (O, I) on the entries of `mask` (O, I, bool), row by row, and its bias.
 
     All rows at once by conjugate gradients, from `start` (O, I), whose error never grows, or from the weight; at most `steps`
-    (2 I), or until the residual of each row is at most the share `tolerance` of its right side. Raises ValueError for a mask of
+    (2 I), or until the residual of each row is at most 1e-10 of its right side. Raises ValueError for a mask of
     another shape.
     """
     if mask.shape != weight.shape:
         raise ValueError(f"mask has the shape {tuple(mask.shape)}, but the weight has {tuple(weight.shape)}")
-    solved = problem(weight, bias, moments, ridge)
+    solved = problem(weight, bias, moments)
     first = solved.target if start is None else start.to(solved.target)
     steps = 2 * weight.shape[1] if steps is None else steps
-    return solved.result(_least_squares(solved.gram, solved.cross, mask, first, steps, tolerance))
+    return solved.result(_least_squares(solved.gram, solved.cross, mask, first, steps, 1e-10))
 
 
 def _least_squares(gram: Tensor, cross: Tensor, mask: Tensor, start: Tensor, steps: int, tolerance: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Select the neurons of an FFN: of linears, or of experts whose matrices lie in three-dimensional parameters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -30,109 +30,51 @@ Kept: TypeAlias = list[int] | list[list[int]]
 """Neurons to keep, in ascending order; or such a list for each expert."""
 
 
-class Neurons(Protocol):
-    """The neurons of an FFN, in any model that has it. Names are below the base model."""
-
-    @property
-    def field(self) -> str | None:
-        """The config field that holds their number."""
-        ...
-
-    @property
-    def native(self) -> int | None:
-        """Their number in the native model, where no field holds it."""
-        ...
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """The modules that lose neurons."""
-        ...
-
-    def count(self, model: Any) -> int:
-        """The number of neurons, of each expert if there are several."""
-        ...
-
-    def check_selectable(self, model: Any, method: str) -> None:
-        """Raise ValueError if another method has removed the FFN, or replaced it by layers that cannot lose neurons."""
-        ...
-
-    def outputs(self, model: Any) -> list[str]:
-        """The linears that read them: one, or that of each expert (`linear_at`); none if a method has removed the FFN, or
-        replaced the experts."""
-        ...
-
-    def resize(self, model: Any, count: int) -> None:
-        """Leave `count` neurons with arbitrary values."""
-        ...
-
-    def take(self, model: Any, source: Any, kept: Kept) -> None:
-        """Give `model` the neurons `kept` of `source`, and no others; then `source` may lose them (`release`)."""
-        ...
-
-    def pad(self, model: Any, count: int) -> None:
-        """Add neurons with zero weights, up to `count`: they contribute nothing to the output."""
-        ...
-
-    def first(self, model: Any, count: int) -> Kept:
-        """The first `count` neurons."""
-        ...
-
-    def largest(self, model: Any, count: int) -> Kept:
-        """The `count` neurons of the largest magnitude."""
-        ...
-
-    def origins(self, model: Any, kept: Kept) -> dict[str, Origin]:
-        """The origins of the parameters when `take` keeps these neurons."""
-        ...
-
-
-def neurons_of(architecture: Architecture, config: Any) -> dict[str, Neurons]:
-    """FFN or experts, such as "decoder.0.ffn" or "decoder.0.experts" -> its neurons."""
-    blocks: dict[str, Neurons] = {}
-    for block, linears in architecture.ffns(config).items():
-        stack = architecture.stacks[block.split(".")[0]]
-        native = None if stack.width else stack.native_width(linears[-1])
-        blocks[block] = LinearNeurons(tuple(linears), stack.width, native)
-    for block, module in architecture.experts(config).items():
-        stack = architecture.stacks[block.split(".")[0]]
-        blocks[block] = ExpertNeurons(module, stack.expert_width, stack.native_width(module))
-    return blocks
-
-
 @dataclass(frozen=True)
 class LinearNeurons:
-    """Neurons between linears, which are named in the order of the forward; the last one follows the activation."""
+    """Neurons between linears, which are named in the order of the forward; the last one follows the activation.
+
+    `field`: the config field that holds their number; `native`: their number in the native model, where no field holds it.
+    """
 
     linears: tuple[str, ...]
     field: str | None
     native: int | None
 
     def count(self, model: Any) -> int:
+        """The number of neurons, of each expert if there are several."""
         return features(model.base_model.get_submodule(self.linears[-1]))[0]
 
     def check_selectable(self, model: Any, method: str) -> None:
+        """Raise ValueError if another method has removed the FFN, or replaced it by layers that cannot lose neurons."""
         for name in self.linears:
             selectable_module(model, name, method)
 
     def outputs(self, model: Any) -> list[str]:
+        """The linears that read them: one, or that of each expert (`linear_at`); none if a method has removed the FFN, or
+        replaced the experts."""
         return [] if is_removed(model, self.linears[-1]) else [self.linears[-1]]
 
     @property
     def modules(self) -> tuple[str, ...]:
+        """The modules that lose neurons."""
         return self.linears
 
     def resize(self, model: Any, count: int) -> None:
+        """Leave `count` neurons with arbitrary values."""
         for name, linear, outputs in self._modules(model):
             positions = len(neuron_features(linear, range(count), self.count(model), outputs=outputs))
             replace(model, name, select_features(linear, positions, outputs=outputs))
 
     def take(self, model: Any, source: Any, kept: Kept) -> None:
+        """Give `model` the neurons `kept` of `source`, and no others; then `source` may lose them (`release`)."""
         for name, linear, outputs in self._modules(source):
-            index = neuron_features(linear, _flat(kept), self.count(source), outputs=outputs)
+            index = neuron_features(linear, cast(Any, kept), self.count(source), outputs=outputs)
             replace(model, name, select_features(linear, index, outputs=outputs))
         release(source, self.linears)
 
     def pad(self, model: Any, count: int) -> None:
+        """Add neurons with zero weights, up to `count`: they contribute nothing to the output."""
         narrow = self.count(model)
         for name, linear, outputs in self._modules(model):
             halves = features(linear)[1] // narrow if outputs else 1
@@ -140,15 +82,18 @@ class LinearNeurons:
             replace(model, name, spread_features(linear, places, halves * count, outputs=outputs))
 
     def first(self, model: Any, count: int) -> Kept:
+        """The first `count` neurons."""
         return list(range(count))
 
     def largest(self, model: Any, count: int) -> Kept:
+        """The `count` neurons of the largest magnitude."""
         return _largest(neuron_magnitudes(model, self.linears), count)
 
     def origins(self, model: Any, kept: Kept) -> dict[str, Origin]:
+        """The origins of the parameters when `take` keeps these neurons."""
         origins: dict[str, Origin] = {}
         for name, linear, outputs in self._modules(model):
-            index = neuron_features(linear, _flat(kept), self.count(model), outputs=outputs)
+            index = neuron_features(linear, cast(Any, kept), self.count(model), outputs=outputs)
             origins |= feature_origins(name, linear, index, outputs=outputs)
         return origins
 
@@ -160,7 +105,7 @@ class LinearNeurons:
 
 @dataclass(frozen=True)
 class ExpertNeurons:
-    """Neurons of experts: E experts of W neurons each, with hidden size H.
+    """Neurons of experts: E experts of W neurons each, with hidden size H. The functions are those of `LinearNeurons`.
 
     The module has a parameter `gate_up_proj` (E, 2 W, H), whose rows are those of the gate and then those of up, or `up_proj`
     (E, W, H) without a gate; and `down_proj` (E, H, W).
@@ -258,10 +203,23 @@ class ExpertNeurons:
         return [(1, rows), (2, tuple(map(tuple, lists)))]
 
 
+Neurons: TypeAlias = LinearNeurons | ExpertNeurons
+"""The neurons of an FFN, in any model that has it. Names are below the base model."""
+
+
+def neurons_of(architecture: Architecture, config: Any) -> dict[str, Neurons]:
+    """FFN or experts, such as "decoder.0.ffn" or "decoder.0.experts" -> its neurons."""
+    blocks: dict[str, Neurons] = {}
+    for block, linears in architecture.ffns(config).items():
+        stack = architecture.stacks[block.split(".")[0]]
+        native = None if stack.width else stack.native_width(linears[-1])
+        blocks[block] = LinearNeurons(tuple(linears), stack.width, native)
+    for block, module in architecture.experts(config).items():
+        stack = architecture.stacks[block.split(".")[0]]
+        blocks[block] = ExpertNeurons(module, stack.expert_width, stack.native_width(module))
+    return blocks
+
+
 def _largest(scores: torch.Tensor, count: int) -> Any:
     """The positions of the `count` largest scores along the last dimension, in ascending order."""
     return scores.argsort(dim=-1, descending=True, stable=True)[..., :count].sort().values.tolist()
-
-
-def _flat(kept: Any) -> Sequence[int]:
-    return kept

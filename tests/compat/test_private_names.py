@@ -45,7 +45,6 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (transformers.integrations.accelerate, "offload_weight", "writing seeded tensors where accelerate reads them"),
     (transformers.integrations.accelerate, "expand_device_map", "finding the tensors that go to the disk"),
     (AutoModel, "_model_mapping", "finding the class of a config"),
-    (AutoModel._model_mapping, "_extra_content", "building native base models inside variants"),
     (CONFIG_MAPPING, "_extra_content", "making the config class of a variant when AutoConfig asks for it"),
     (BertConfig(), "_attn_implementation", "copying the attention implementation"),
     (output_capturing, "_active_collector", "the weights of attentions without heads, in output_attentions"),

@@ -20,9 +20,10 @@ from hf_freeze import analysis, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES, architecture_for
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import FactorizedEmbedding, FFNPruning, HeadPruning, LayerSelection, LayerSharing, LowRank
-from hf_freeze.model import calibrating
-from hf_freeze.model.calibrating import CalibrationPass, Calibrator, collect
+from hf_freeze.model import calibrating, fitting, sums
+from hf_freeze.model.calibrating import CalibrationPass, collect
 from hf_freeze.model.calibration import Calibration, Report, calibrated_linears
+from hf_freeze.model.calibrator import Calibrator
 from hf_freeze.solvers.columns import refit
 from hf_freeze.solvers.moments import best_dense
 
@@ -50,7 +51,8 @@ def model_of(model_type):
 @pytest.fixture
 def tokens_alike(monkeypatch):
     """All tokens count alike, so that moments are plain means."""
-    monkeypatch.setattr(calibrating, "_weights", lambda joined: joined.new_ones(len(joined), 1))
+    for module in (calibrating, sums):
+        monkeypatch.setattr(module, "error_weights", lambda joined: joined.new_ones(len(joined), 1))
 
 
 def task_of(model_type):
@@ -145,11 +147,11 @@ def walked(old, new, batches, *, streams=True):
     found, streamed = {}, set()
     statistics = CalibrationPass(old, new, batches, Report(), lambda *_: old)
     if not streams:
-        statistics._start = lambda stack: False
+        statistics.streams.start = lambda stack: False
     with statistics.running():
         for moments in statistics.walk(plain_linears(old)):
             found |= moments
-            streamed.add(statistics._streams)
+            streamed.add(statistics.streams.flow)
     return found, streamed == {True}
 
 
@@ -300,7 +302,7 @@ def test_layers_that_share_weights():
 @pytest.mark.parametrize("model_type", ["bert", "llama"])
 def test_errors_that_are_reported_are_those_of_raw_outputs(model_type, monkeypatch):
     """Of the new model against the old one, so they hold what earlier layers have lost; before layers are fitted."""
-    monkeypatch.setattr(calibrating, "descend", lambda *args: None)
+    monkeypatch.setattr(fitting, "descend", lambda *args: None)
     model = model_of(model_type)
     method = LowRank(rank=4, components=["ffn", "attention"])
     made = make_variant(model, [method], calibration=[padded(rows_of(model))])
@@ -340,7 +342,7 @@ def test_a_layer_that_is_fitted_is_nearer_than_by_least_squares_on_raw_activatio
     flags = {name: p.requires_grad for name, p in model.named_parameters()}
     fitted = make_variant(model, [method], calibration=batches)
     with monkeypatch.context() as patch:
-        patch.setattr(calibrating, "descend", lambda *args: None)
+        patch.setattr(fitting, "descend", lambda *args: None)
         refitted = make_variant(model, [method], calibration=batches)
     alone = rows_of(model, 200)
     wanted, one, other = (ends(each, alone, layer) for each in (model, fitted, refitted))

@@ -98,7 +98,7 @@ def test_every_implementation_of_experts(implementation):
 def walked(old, new, texts, module, *, streams=True):
     statistics = CalibrationPass(old, new, texts, Report(), lambda *_: old)
     if not streams:
-        statistics._start = lambda stack: False
+        statistics.streams.start = lambda stack: False
     names = [name for name in calibrated_linears(old) if name.startswith(f"{module}.")]
     with statistics.running():
         (moments,) = statistics.walk(names, {name: [module] for name in names})

@@ -66,7 +66,7 @@ def converted(source, out, methods=METHODS, calibration=TEXTS, **options):
 def expected(source, folder, methods=METHODS, calibration=TEXTS, **options):
     with pytest.MonkeyPatch.context() as patch:  # what models larger than the memory do without
         patch.setattr("hf_freeze.model.calibrating.curvatures", lambda *args: {})
-        patch.setattr("hf_freeze.model.calibrating.descend", lambda *args: None)
+        patch.setattr("hf_freeze.model.fitting.descend", lambda *args: None)
         made = make_variant(load_model(source), methods, calibration=calibration, tokenizer=TOKENIZER, **options)
     made.save_pretrained(folder, max_shard_size="6KB")
     return folder

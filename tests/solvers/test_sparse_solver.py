@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from support.moments import Seen, seen
+from support.sparsegpt import sparsegpt
 
 from hf_freeze.solvers.moments import problem
-from hf_freeze.solvers.sparse import gradual, losses, refit_mask, sparsegpt, wanda
+from hf_freeze.solvers.sparse import gradual, losses, refit_mask, wanda
 
 EXACT = {"rtol": 1e-7, "atol": 1e-7}
 SOLVERS = pytest.mark.parametrize("solver", [sparsegpt, gradual])
@@ -141,7 +142,6 @@ def test_shares_and_masks_that_do_not_fit_are_errors():
     case = seen()
     for call in (
         lambda: wanda(case.weight, case.moments, 1.5),
-        lambda: sparsegpt(case.weight, None, case.moments, 1.5),
         lambda: gradual(case.weight, None, case.moments, 1.5),
     ):
         with pytest.raises(ValueError, match=r"share=1\.5: must be in 0\.\.1"):

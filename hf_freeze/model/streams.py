@@ -1,0 +1,209 @@
+"""The states that go from layer to layer in two models: the one before a method, and the new one as far as it is converted.
+
+The arguments of a layer (masks, positions, a bias that another layer has computed) are those that the model itself has given it,
+caught by hooks. Where a stack does more between its layers than to pass states on, or the new model gives its layers other
+arguments than the old one, which is looked at before each layer, the states do not flow, and whole models run.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.model.watching import (
+    Call,
+    calls_of,
+    ends_of,
+    first_input,
+    hooked,
+    norms_of,
+    seen_both,
+    seen_in,
+    swapped,
+)
+
+_SAME = 1e-3  # relative difference of states up to which a stream is what the model itself computes
+
+Place = tuple[str, int]  # stack, layer
+
+
+class Streams:
+    """Both streams of states, before the layer `at` of the old model.
+
+    `flow`: whether states are passed from layer to layer, so that a layer can run alone. Models and their streams are named
+    "old" and "new".
+    """
+
+    def __init__(self, old: Any, new: Any, batches: Sequence[Mapping[str, Any]]) -> None:
+        self.models = {"old": old, "new": new}
+        self.architecture = architecture_for(old)
+        self.at: Place | None = None
+        self.flow = False
+        self._batches = batches
+        depths = self.architecture.depths(old.config)
+        self._places = [(stack, layer) for stack, depth in depths.items() for layer in range(depth)]
+        self._caught: list[dict[Place, list[tuple[Tensor, Call]]]] = []  # of each batch
+        self._calls: dict[str, list[list[Call]]] = {}  # model -> of each batch, those of all layers of the stack
+        self.states: dict[str, list[Tensor]] = {}  # model -> of each batch, what comes into the present layer
+
+    def layer(self, model: str, place: Place) -> Any:
+        """A layer of one of the models."""
+        stack, number = place
+        return self.models[model].base_model.get_submodule(self.architecture.stacks[stack].layers.format(number))
+
+    def start(self, stack: str) -> bool:
+        """Begin both streams of a stack. Whether its layers are called one after another, each once."""
+        if not self._caught:
+            self._catch()
+        places = [place for place in self._places if place[0] == stack]
+        self._calls, self.states = {"old": [], "new": []}, {"old": [], "new": []}
+        for batch, caught in zip(self._batches, self._caught, strict=True):
+            first = calls_of(self.models["new"], batch, [self.layer("new", (stack, 0))])[0]
+            if len(first) != 1 or any(len(caught[place]) != 1 for place in places):
+                return False
+            calls = [caught[place][0][1] for place in places]
+            self._calls["old"].append(calls)
+            self.states["old"].append(caught[places[0]][0][0])
+            self._calls["new"].append([call.with_arguments_of(calls[0], first[0][1]) for call in calls])
+            self.states["new"].append(first[0][0])
+        return True
+
+    def _catch(self) -> None:
+        """Catch how the old model calls its layers, and what comes into each stack."""
+        layers = [self.layer("old", place) for place in self._places]
+        for batch in self._batches:
+            calls_of_layers = calls_of(self.models["old"], batch, layers, to_end=True)
+            caught = dict(zip(self._places, calls_of_layers, strict=True))
+            self._caught.append(caught)
+            if len(self._caught) > 1:  # of the other batches, no states but the first ones
+                for (stack, layer), calls in caught.items():
+                    caught[stack, layer] = [(torch.empty(0) if layer else states, call) for states, call in calls]
+
+    def check(self, number: int | None = None) -> None:
+        """Give the streams up, if for the first batch they are not what the models themselves give this layer, which is layer
+        `number` of the new one."""
+        if not self.flow or self.at is None:
+            return
+        stack, layer = self.at
+        new_layer = self.layer("new", (stack, layer if number is None else number))
+        caught = calls_of(self.models["new"], self._batches[0], [new_layer])[0]
+        new = caught[0][0] if caught else None
+        if not (_same(self.states["old"][0], self._caught[0][self.at][0][0]) and _same(self.states["new"][0], new)):
+            self.flow, self.states, self._calls = False, {}, {}
+
+    def run(self, model: str, batch: int, layer: nn.Module | None = None) -> Tensor:
+        """What the present layer of a model, or `layer` in its place, gives for the batch of this number."""
+        stack, number = self._present()
+        call = self._calls[model][batch][number]
+        return call.run(self.layer(model, (stack, number)) if layer is None else layer, self.states[model][batch])
+
+    def leave(
+        self,
+        fit: Callable[[nn.Module, Callable[[int], Tensor]], None],
+        number: int | None = None,
+        last: int | None = None,
+    ) -> None:
+        """Bring both streams through the present layer of the old model, up to layer `last` of it, and through layer `number` of
+        the new one, for which `fit(layer, run)` is called before; `run` gives its states for a batch."""
+        stack, at = self._present()
+        number, last = at if number is None else number, at if last is None else last
+        for through in range(at, last + 1):
+            old = self.layer("old", (stack, through))
+            self.states["old"] = [
+                calls[through].run(old, states)
+                for calls, states in zip(self._calls["old"], self.states["old"], strict=True)
+            ]
+        layer = self.layer("new", (stack, number))
+        run = functools.partial(self.run, "new", layer=layer)
+        fit(layer, run)
+        self.states["new"] = [run(batch) for batch in range(len(self._batches))]
+
+    def watch(
+        self,
+        model: str,
+        place: Place | None,
+        batch: int,
+        names: Sequence[str],
+        before: Sequence[str] = (),
+        *,
+        outputs: bool,
+    ) -> dict[str, list[Any]]:
+        """Name -> inputs (of experts `Routed`), or outputs, of the linear in a model, for the batch of this number, of each time
+        that it runs; linears that do not run are missing. `before`: modules that are those of the old model."""
+        own = self.models[model]
+        with swapped(self.models["old"], own, before):
+            modules = {name: own.base_model.get_submodule(name) for name in names}
+            if place is None or not self.flow:
+                again = place is not None and any(len(caught[place]) > 1 for caught in self._caught)
+                return seen_in(modules, outputs, lambda: own(**self._batches[batch]), again=again)
+            return seen_in(modules, outputs, lambda: self.run(model, batch))
+
+    # -- where a linear joins the stream -----------------------------------------------------------------------------------
+
+    def joins(self, name: str) -> str | None:
+        """Where the outputs of a linear of the present layer are added to the stream: the module that reads the sum, "" for the
+        end of the layer; None if they are not just added. Found by adding noise to them."""
+        plain, output = self._read_after(name, None)
+        if output is None:
+            return None
+        waves = torch.sin(torch.arange(output.numel(), device=output.device, dtype=torch.float32)).view_as(output)
+        noise = (waves * output.float().std()).to(output)
+        noisy, _ = self._read_after(name, noise)
+        for module, states in plain.items():
+            if states.numel() == noise.numel() and _same((noisy[module] - states).reshape(noise.shape), noise):
+                return module
+        return None
+
+    def _read_after(self, name: str, noise: Tensor | None) -> tuple[dict[str, Tensor], Tensor | None]:
+        """What the norms of a layer of the old model read after a linear has run, and the end of the layer as ""; and the output
+        of the linear, to which `noise` is added; None if it does not run once."""
+        layer = self.layer("old", self._present())
+        inputs: dict[str, Tensor] = {}
+        outputs: list[Tensor] = []
+
+        def add(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+            inputs.clear()
+            outputs.append(output)
+            return output if noise is None else output + noise
+
+        norms = [(part, functools.partial(first_input, inputs, part_name)) for part_name, part in norms_of(layer)]
+        with hooked(norms, before=True), hooked([(layer.get_submodule(self._within(name)), add)]):
+            end = self.run("old", 0)
+        return {**inputs, "": end}, outputs[0] if len(outputs) == 1 else None
+
+    def joined(self, model: str, batch: int, name: str, at: str) -> tuple[Any, Tensor, Tensor] | None:
+        """(input, output, sum) of a linear, or of experts, whose outputs are added to the states of the layer `at` a module."""
+        layer = self.layer(model, self._present())
+        inputs: dict[str, Tensor] = {}
+        readers = [(layer.get_submodule(at), functools.partial(first_input, inputs, at))] if at else []
+        with hooked(readers, before=True):
+            seen = seen_both(
+                layer.get_submodule(self._within(name)), lambda: inputs.setdefault("", self.run(model, batch))
+            )
+        return None if seen is None else (*seen, inputs[at])
+
+    def ends_in_norm(self) -> bool:
+        """Whether the present layer gives what a norm gives."""
+        with ends_of([self.layer("old", self._present())]) as ends:
+            self.run("old", 0)
+        return ends[0].norm is not None
+
+    def _present(self) -> Place:
+        if self.at is None:
+            raise RuntimeError("the streams are before no layer")
+        return self.at
+
+    def _within(self, name: str) -> str:
+        """The name of a module of the present layer, below it."""
+        stack, number = self._present()
+        return name.removeprefix(f"{self.architecture.stacks[stack].layers.format(number)}.")
+
+
+def _same(one: Tensor, other: Tensor | None) -> bool:
+    if other is None or one.shape != other.shape:
+        return False
+    one, other = one.float(), other.float()
+    return bool((one - other).norm() <= _SAME * other.norm())
