@@ -72,14 +72,12 @@ class Architecture:
     norms: tuple[str, ...]
     sizes: dict[str, tuple[str, ...]]
     tiny: dict[str, Any]  # config fields of a model for tests, of about 10,000 parameters
-    tiny_variants: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # name -> changes to `tiny`, for further models
+    # name -> changes to `tiny`, for further models
+    tiny_variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     tiny_inputs: Callable[[str], dict[str, torch.Tensor]]  # task -> a batch with labels, different lengths, padding
     named_like: str | None = None  # a model type with the same module names, for PEFT, which may not know this one
-    token_tables: dict[
-        str, str
-    ]  # module -> config field of its rows; a model may have only some, and tie some to others
+    # module -> config field of its rows; a model may have only some, and tie some to others
+    token_tables: dict[str, str]
     other_tables: dict[str, str] = field(default_factory=dict)  # the same for positions and types
     normed_embeddings: NormedEmbeddings | None = None
     output: str | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModel, initialization
 
-from hf_freeze.architectures.base import Architecture, read
+from hf_freeze.architectures.base import Architecture, Stack, read
 from hf_freeze.architectures.channels import NotFound
 from hf_freeze.architectures.contradictions import check_contradictions
 from hf_freeze.architectures.describe import NotDerived, describe, first_line
@@ -135,51 +135,7 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         raise NotDerived(
             f"{config.model_type}: its stacks {list(full.stacks)} are not those of a small model of its kind"
         )
-    stacks = {}
-    for name, stack in full.stacks.items():
-        shown = small.stacks[name]
-        attentions = {}
-        for kind, attention in stack.attentions.items():
-            like = next(
-                (
-                    a
-                    for a in shown.attentions.values()
-                    if (a.q, a.k, a.v, a.o) == (attention.q, attention.k, attention.v, attention.o)
-                ),
-                None,
-            )
-            if like is None:
-                refusals.setdefault("heads", f"{name}: {kind} is not in a small model of its kind")
-            else:
-                attention = replace(
-                    attention,
-                    layout=like.layout,
-                    reads_config=like.reads_config,
-                    resizes=like.resizes,
-                    thins=like.thins,
-                )
-            attentions[kind] = replace(attention, bidirectional=kind.startswith("self") and name != "decoder")
-        if not set(stack.ffn) <= set(shown.ffn):
-            refusals.setdefault("neurons", f"{name}: its FFN is not that of a small model of its kind")
-        lists = per_layer_fields(config, shown.depth) if shown.depth else ()
-        lists = tuple(name for name in lists if name in shown.per_layer)
-        reads = name if f"{name}." in stack.layers and getattr(config, "is_encoder_decoder", False) else ""
-        stacks[name] = replace(
-            shown,
-            layers=stack.layers,
-            attentions=attentions,
-            ffn=stack.ffn,
-            projections=stack.projections,
-            apart=stack.apart,
-            ends=stack.ends,
-            others=stack.others,
-            experts=stack.experts if shown.experts.keys() >= stack.experts.keys() else {},
-            absent=stack.absent,
-            differ=stack.differ,
-            per_layer=lists,
-            reads=reads,
-            neurons={} if shown.width else stack.neurons,
-        )
+    stacks = {name: _adopted(name, stack, small.stacks[name], config, refusals) for name, stack in full.stacks.items()}
     return replace(
         full,
         tasks=small.tasks,
@@ -191,6 +147,33 @@ def _adopt(full: Architecture, small: Architecture, config: Any) -> Architecture
         tiny=shrink(config).to_dict(),
         tiny_inputs=small.tiny_inputs,
         refusals=refusals,
+    )
+
+
+def _adopted(name: str, stack: Stack, shown: Stack, config: Any, refusals: dict[str, str]) -> Stack:
+    """A stack of the full model with what that of the small one has `shown`; adds to `refusals` what is not in it."""
+    attentions = {}
+    for kind, attention in stack.attentions.items():
+        roles = (attention.q, attention.k, attention.v, attention.o)
+        like = next((a for a in shown.attentions.values() if (a.q, a.k, a.v, a.o) == roles), None)
+        if like is None:
+            refusals.setdefault("heads", f"{name}: {kind} is not in a small model of its kind")
+        else:
+            proved = {field: getattr(like, field) for field in ("layout", "reads_config", "resizes", "thins")}
+            attention = replace(attention, **proved)
+        attentions[kind] = replace(attention, bidirectional=kind.startswith("self") and name != "decoder")
+    if not set(stack.ffn) <= set(shown.ffn):
+        refusals.setdefault("neurons", f"{name}: its FFN is not that of a small model of its kind")
+    lists = per_layer_fields(config, shown.depth) if shown.depth else ()
+    own = ("layers", "ffn", "projections", "apart", "ends", "others", "absent", "differ")
+    return replace(
+        shown,
+        **{field: getattr(stack, field) for field in own},
+        attentions=attentions,
+        experts=stack.experts if shown.experts.keys() >= stack.experts.keys() else {},
+        per_layer=tuple(name for name in lists if name in shown.per_layer),
+        reads=name if f"{name}." in stack.layers and getattr(config, "is_encoder_decoder", False) else "",
+        neurons={} if shown.width else stack.neurons,
     )
 
 

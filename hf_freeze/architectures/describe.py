@@ -23,7 +23,7 @@ from hf_freeze.architectures.roles import (
     is_cross,
     is_norm,
     is_sinusoidal,
-    parts_of,
+    parts_of_layer,
     roles_in,
     stacks_of,
 )
@@ -86,7 +86,7 @@ def _stack_names(lists: dict[str, nn.ModuleList], config: Any) -> dict[str, str]
 
 
 def _stack(path: str, layers: nn.ModuleList) -> Stack:
-    all_parts = [parts_of(layer) for layer in layers]
+    all_parts = [parts_of_layer(layer) for layer in layers]
     hybrid = any(parts.attentions for parts in all_parts)
     attentions: dict[str, Attention] = {}
     ffn: dict[str, None] = {}

@@ -23,27 +23,24 @@ def with_fields(architecture: Architecture, config: Any) -> Architecture:
 
     A field that cannot be found stays empty, and `refusals` say so.
     """
-    integers, shapes = dict(integer_fields(config.to_dict())), shapes_of_config(config)
+    fields = _Fields(config, architecture)
     refusals = dict(architecture.refusals)
     stacks = {}
     for name, stack in architecture.stacks.items():
-        expert_count, expert_axes = _expert_count(config, integers, stack)
-        depth, lists = _depth_field(config, shapes, integers, stack)
+        expert_count, expert_axes = fields.expert_count(stack)
+        depth, lists = fields.depth(stack)
         if depth is None:
             refusals.setdefault("layers", f"{name}: no field of the config holds the number of its layers")
         stacks[name] = replace(
             stack,
             depth=depth or "",
             per_layer=lists,
-            width=_width_field(config, shapes, integers, architecture, stack),
-            expert_width=_expert_width_field(config, shapes, integers, architecture, stack),
+            width=fields.width(stack),
+            expert_width=fields.expert_width(stack),
             expert_count=expert_count,
             expert_axes=expert_axes,
         )
-    vocabulary = {
-        table: _moving_field(config, shapes, integers, f"{table}.weight", axes=(0,))
-        for table in architecture.token_tables
-    }
+    vocabulary = {table: fields.moving(f"{table}.weight", axes=(0,)) for table in architecture.token_tables}
     if not all(vocabulary.values()) or not vocabulary:
         refusals.setdefault("vocabulary", "no field of the config holds the number of its tokens")
     tables = {table: field for table, field in vocabulary.items() if field is not None}
@@ -110,116 +107,110 @@ def _built(config: Any, **changes: Any) -> Any:
         return nn.Module()
 
 
-def _depth_field(
-    config: Any, shapes: Shapes, integers: dict[str, int], stack: Stack
-) -> tuple[str | None, tuple[str, ...]]:
-    """The field that holds the depth, and those that hold a list with an entry for each layer.
+class _Fields:
+    """Finds fields of a small `config`. Each function returns None for a field that it does not find."""
 
-    A list that is as long belongs to another stack if the depth does not move with it: LED's windows are those of its encoder.
-    """
-    layers = stack.layers.removesuffix("{}")
+    def __init__(self, config: Any, architecture: Architecture) -> None:
+        self._config = config
+        self._stacks = architecture.stacks.values()
+        self._integers = dict(integer_fields(config.to_dict()))
+        self._shapes = shapes_of_config(config)
 
-    def depth(names: Iterable[str]) -> int:
-        return len({name.removeprefix(layers).split(".")[0] for name in names if name.startswith(layers)})
+    def depth(self, stack: Stack) -> tuple[str | None, tuple[str, ...]]:
+        """The field that holds the depth, and those that hold a list with an entry for each layer.
 
-    count = depth(shapes)
-    for name in sorted((name for name, value in integers.items() if value == count), key=_unlikely_depth):
-        for lists in dict.fromkeys((per_layer_fields(config, name), ())):
-            longer = {n: _longer(config, n) for n in lists}
-            if depth(shapes_of_config(config, **longer, **{name: count + 1})) == count + 1:
-                return name, lists
-    return None, ()
+        A list that is as long belongs to another stack if the depth does not move with it: LED's windows are those of its
+        encoder.
+        """
+        layers = stack.layers.removesuffix("{}")
 
+        def depth(names: Iterable[str]) -> int:
+            return len({name.removeprefix(layers).split(".")[0] for name in names if name.startswith(layers)})
 
-def _longer(config: Any, name: str) -> list[Any]:
-    entries = list(read(config, name))
-    return [*entries, entries[-1]]
+        count = depth(self._shapes)
+        candidates = [name for name, value in self._integers.items() if value == count]
+        for name in sorted(candidates, key=lambda name: ("layer" not in name, name)):
+            for lists in dict.fromkeys((per_layer_fields(self._config, name), ())):
+                longer = {n: [*(entries := read(self._config, n)), entries[-1]] for n in lists}
+                if depth(shapes_of_config(self._config, **longer, **{name: count + 1})) == count + 1:
+                    return name, lists
+        return None, ()
 
+    def width(self, stack: Stack) -> str | None:
+        """The field that holds the number of neurons."""
+        if (
+            stack.apart
+            or not stack.ffn
+            or any(not stack.has(name, number) for name in stack.ffn for number in range(2))
+        ):
+            return None
+        weight = f"{stack.layers.format(0)}.{stack.ffn[-1]}.weight"
+        inside = [f"{other.layer_pattern}.{linear}." for other in self._stacks for linear in other.ffn]
+        return self._deciding(weight, (0, 1), inside)
 
-def _unlikely_depth(name: str) -> tuple[bool, str]:
-    return "layer" not in name, name
+    def expert_width(self, stack: Stack) -> str | None:
+        """The field that holds the number of neurons of each expert."""
+        inside = [f"{other.layer_pattern}.{module}." for other in self._stacks for module in other.experts]
+        fields = set()
+        for module in stack.experts:
+            layer = next(number for number in range(len(self._shapes)) if stack.has(module, number))
+            weight = f"{stack.layers.format(layer)}.{module}.{EXPERT_OUTPUT}"
+            fields.add(self._deciding(weight, (2,), inside))
+        return fields.pop() if len(fields) == 1 else None
 
+    def expert_count(self, stack: Stack) -> tuple[str | None, dict[str, int]]:
+        """The field that holds the number of experts, and for each tensor of a layer with an entry for each expert the axis of
+        these. None if anything else moves with it, such as a router with more outputs, or if a table names experts by their
+        numbers."""
+        parents = tuple(f"{module.rpartition('.')[0]}." for module in stack.experts)
+        field = next((name for name in self._integers if re.fullmatch(rf"(?:.*\.)?(?:{EXPERT_COUNTS})", name)), None)
+        if not parents or field is None:
+            return None, {}
+        old, new = self._integers[field], self._integers[field] + 9
+        before, after = (dict(_tensors(_built(self._config, **{field: count}))) for count in (old, new))
+        axes: dict[str, int] = {}
+        for name, tensor in before.items():
+            inside = re.sub(rf"^{stack.layer_pattern}\.", "", name)
+            is_ours = inside != name and inside.startswith(parents)
+            if is_ours and not tensor.is_floating_point():
+                return None, {}
+            shape, other = tuple(tensor.shape), tuple(after[name].shape) if name in after else ()
+            if shape == other:
+                continue
+            moved = [axis for axis, size in enumerate(shape) if other[axis : axis + 1] != (size,)]
+            if not is_ours or [(shape[axis], other[axis : axis + 1]) for axis in moved] != [(old, (new,))]:
+                return None, {}
+            axes[inside] = moved[0]
+        matrices = [name for name in axes if name.rpartition(".")[0] in stack.experts]
+        return (field, axes) if len(axes) > len(matrices) >= 2 * len(stack.experts) else (None, {})
 
-def _width_field(
-    config: Any, shapes: Shapes, integers: dict[str, int], architecture: Architecture, stack: Stack
-) -> str | None:
-    if stack.apart or not stack.ffn or any(not stack.has(name, number) for name in stack.ffn for number in range(2)):
+    def _deciding(self, weight: str, axes: tuple[int, ...], inside: list[str]) -> str | None:
+        """The field that decides one dimension of the matrix `weight`, of other tensors only those whose names begin with a
+        pattern in `inside`, and any number: some families round it, or give it to experts too. SigLIP has one outside of
+        layers."""
+        name = self.moving(weight, axes)
+        if name is None:
+            return None
+        after = shapes_of_config(self._config, **{name: 13})
+        moved = [tensor for tensor in self._shapes if self._shapes[tensor] != after.get(tensor)]
+        alone = all(any(re.match(pattern, tensor) for pattern in inside) for tensor in moved)
+        return name if alone and 13 in after.get(weight, ()) else None
+
+    def moving(self, weight: str, axes: tuple[int, ...]) -> str | None:
+        """The field that decides one dimension of the matrix `weight` alone, and equals it."""
+        before = self._shapes.get(weight)
+        if before is None:
+            return None
+        hidden = getattr(self._config.get_text_config(), "hidden_size", None)
+        moves = [0] * (len(before) - 1) + [8]
+        for name, value in self._integers.items():
+            if value not in {before[axis] for axis in axes} or value == hidden or name.endswith("token_id"):
+                continue
+            after = shapes_of_config(self._config, **{name: value + 8}).get(weight)
+            if after is not None and sorted(a - b for a, b in zip(after, before, strict=True)) == moves:
+                return name
         return None
-    weight = f"{stack.layers.format(0)}.{stack.ffn[-1]}.weight"
-    inside = [f"{other.layer_pattern}.{linear}." for other in architecture.stacks.values() for linear in other.ffn]
-    return _deciding_field(config, shapes, integers, weight, (0, 1), inside)
-
-
-def _expert_width_field(
-    config: Any, shapes: Shapes, integers: dict[str, int], architecture: Architecture, stack: Stack
-) -> str | None:
-    inside = [f"{other.layer_pattern}.{module}." for other in architecture.stacks.values() for module in other.experts]
-    fields = set()
-    for module in stack.experts:
-        layer = next(number for number in range(len(shapes)) if stack.has(module, number))
-        weight = f"{stack.layers.format(layer)}.{module}.{EXPERT_OUTPUT}"
-        fields.add(_deciding_field(config, shapes, integers, weight, (2,), inside))
-    return fields.pop() if len(fields) == 1 else None
-
-
-def _expert_count(config: Any, integers: dict[str, int], stack: Stack) -> tuple[str | None, dict[str, int]]:
-    """The field that holds the number of experts, and for each tensor of a layer with an entry for each expert the axis of these.
-    None if anything else moves with it, such as a router with more outputs, or if a table names experts by their numbers."""
-    parents = tuple(f"{module.rpartition('.')[0]}." for module in stack.experts)
-    field = next((name for name in integers if re.fullmatch(rf"(?:.*\.)?(?:{EXPERT_COUNTS})", name)), None)
-    if not parents or field is None:
-        return None, {}
-    old, new = integers[field], integers[field] + 9
-    before, after = (dict(_tensors(_built(config, **{field: count}))) for count in (old, new))
-    axes: dict[str, int] = {}
-    for name, tensor in before.items():
-        inside = re.sub(rf"^{stack.layer_pattern}\.", "", name)
-        is_ours = inside != name and inside.startswith(parents)
-        if is_ours and not tensor.is_floating_point():
-            return None, {}
-        shape, other = tuple(tensor.shape), tuple(after[name].shape) if name in after else ()
-        if shape == other:
-            continue
-        moved = [axis for axis, size in enumerate(shape) if other[axis : axis + 1] != (size,)]
-        if not is_ours or [(shape[axis], other[axis : axis + 1]) for axis in moved] != [(old, (new,))]:
-            return None, {}
-        axes[inside] = moved[0]
-    matrices = [name for name in axes if name.rpartition(".")[0] in stack.experts]
-    return (field, axes) if len(axes) > len(matrices) >= 2 * len(stack.experts) else (None, {})
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     return itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-
-
-def _deciding_field(
-    config: Any, shapes: Shapes, integers: dict[str, int], weight: str, axes: tuple[int, ...], inside: list[str]
-) -> str | None:
-    """The field that decides one dimension of the matrix `weight`, of other tensors only those whose names begin with a pattern
-    in `inside`, and any number: some families round it, or give it to experts too. SigLIP has one outside of layers."""
-    name = _moving_field(config, shapes, integers, weight, axes)
-    if name is None:
-        return None
-    after = shapes_of_config(config, **{name: 13})
-    moved = [tensor for tensor in shapes if shapes[tensor] != after.get(tensor)]
-    alone = all(any(re.match(pattern, tensor) for pattern in inside) for tensor in moved)
-    return name if alone and 13 in after.get(weight, ()) else None
-
-
-def _moving_field(
-    config: Any, shapes: Shapes, integers: dict[str, int], weight: str, axes: tuple[int, ...]
-) -> str | None:
-    """The field that decides one dimension of the matrix `weight` alone, and equals it."""
-    before = shapes.get(weight)
-    if before is None:
-        return None
-    hidden = getattr(config.get_text_config(), "hidden_size", None)
-    for name, value in integers.items():
-        if value not in {before[axis] for axis in axes} or value == hidden or name.endswith("token_id"):
-            continue
-        after = shapes_of_config(config, **{name: value + 8}).get(weight)
-        if after is not None and sorted(a - b for a, b in zip(after, before, strict=True)) == [0] * (
-            len(before) - 1
-        ) + [8]:
-            return name
-    return None

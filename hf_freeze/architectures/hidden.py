@@ -2,22 +2,21 @@
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import AutoModel, initialization
 
 from hf_freeze.architectures.base import full_name, set_fields
+from hf_freeze.architectures.channel_search import Finder, Places
 from hf_freeze.architectures.channels import (
-    Channels,
-    Finder,
+    ChannelMap,
     NotFound,
-    Places,
     pattern_of,
     reads,
     set_sizes_around,
@@ -34,49 +33,61 @@ from hf_freeze.architectures.shrink import HEAD_SIZE, config_key, integer_fields
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_classes
 from hf_freeze.compat.transformers import mapped_class, quiet
 
+T = TypeVar("T")
+
 _SAME = 2e-4
 _MOST_PARAMETERS = 50_000_000  # of a small model; those of nearly all families are below a million
 _MOST_UNKNOWN = 4  # parameters that are tried both as readers and as writers
 _MORE = "the native class derives more from {} than sizes, such as a scale"
-_FOUND: dict[Any, Any] = {}
-_NARROW: dict[Any, Any] = {}
-_HEADS: dict[Any, str] = {}
+_KNOWN: dict[Any, Any] = {}  # what was found, or why nothing was
 
 
-def channels_of(model: Any) -> Channels:
+def channels_of(model: Any) -> ChannelMap:
     """The channels of a native model or a variant, as its native class makes them. Raises NotFound."""
-    native_class = getattr(type(model), "native_class", type(model))
-    return _found(native_class, shrink(_native_config(model.config)))[1]
+    return _found(*_small_of(model))[1]
 
 
-def _native_config(config: Any) -> Any:
-    return getattr(config, "native_before_methods", config)
+def _small_of(model: Any) -> tuple[Any, Any]:
+    """The native class of a model, and the config of the small model of this class."""
+    config = getattr(model.config, "native_before_methods", model.config)
+    return getattr(type(model), "native_class", type(model)), shrink(config)
 
 
-def _found(native_class: Any, small: Any) -> tuple[Probe, Channels]:
-    """The small model of a class, and its channels; found once in a process."""
-    key = native_class.__name__, config_key(small)
-    if key not in _FOUND:
-        task = next((task for task, cls in native_classes(type(small)).items() if cls is native_class), None)
+def _once(key: Any, find: Callable[[], T]) -> T:
+    """What `find()` gives, or the NotFound that it raises; it is called once in a process for each key."""
+    if key not in _KNOWN:
         with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
             try:
-                probe = Probe(small, task or "feature-extraction")
-                count = probe.model.num_parameters()
-                if count > _MOST_PARAMETERS:  # the search keeps all that its modules compute
-                    raise NotFound(f"its small model has {count:,} parameters, above {_MOST_PARAMETERS:,}")
-                masks = masks_for(small, probe.model)
-                with suppress(Exception):  # whatever the native forward raises for inputs that it does not take
-                    probe.run(**masks)
-                    probe.inputs |= masks
-                with closing(Finder(probe.model, probe.inputs, stacks_of(probe.model))) as finder:
-                    flipped = finder.find()
-                    _check_idle(probe, finder.idle(flipped), flipped)
-                _FOUND[key] = probe, _with_sizes(probe, finder.channels(flipped))
-            except Exception as error:  # whatever the native forward raises
-                _FOUND[key] = NotFound(first_line(error))
-    if isinstance(_FOUND[key], NotFound):
-        raise _FOUND[key]
-    return _FOUND[key]
+                _KNOWN[key] = find()
+            except NotFound as error:
+                _KNOWN[key] = NotFound(*error.args)  # without the frames of its traceback
+    if isinstance(_KNOWN[key], NotFound):
+        raise _KNOWN[key]
+    return _KNOWN[key]
+
+
+def _found(native_class: Any, small: Any) -> tuple[Probe, ChannelMap]:
+    """The small model of a class, and its channels."""
+
+    def find() -> tuple[Probe, ChannelMap]:
+        task = next((task for task, cls in native_classes(type(small)).items() if cls is native_class), None)
+        try:
+            probe = Probe(small, task or "feature-extraction")
+            count = probe.model.num_parameters()
+            if count > _MOST_PARAMETERS:  # the search keeps all that its modules compute
+                raise NotFound(f"its small model has {count:,} parameters, above {_MOST_PARAMETERS:,}")
+            masks = masks_for(small, probe.model)
+            with suppress(Exception):  # whatever the native forward raises for inputs that it does not take
+                probe.run(**masks)
+                probe.inputs |= masks
+            with closing(Finder(probe.model, probe.inputs, stacks_of(probe.model))) as finder:
+                flipped = finder.find()
+                _check_idle(probe, finder.idle(flipped), flipped)
+            return probe, _with_sizes(probe, finder.channels(flipped))
+        except Exception as error:  # whatever the native forward raises
+            raise NotFound(first_line(error)) from error
+
+    return _once((native_class.__name__, config_key(small)), find)
 
 
 def _check_idle(probe: Probe, idle: Iterable[Places], flipped: Iterable[Places]) -> None:
@@ -90,7 +101,7 @@ def _check_idle(probe: Probe, idle: Iterable[Places], flipped: Iterable[Places])
                 raise NotFound(f"{name!r} does not matter for the outputs on small inputs")
 
 
-def _with_sizes(probe: Probe, channels: Channels) -> Channels:
+def _with_sizes(probe: Probe, channels: ChannelMap) -> ChannelMap:
     """With the `sizes` outside attention, if the forward does not run as long as they are as before."""
     size = _size(probe.model, channels)
     try:
@@ -142,25 +153,24 @@ def _reads_config(narrow: Any, field: str, size: int, inputs: dict[str, Any], ex
 def check_head(model: Any, field: str) -> None:
     """Raise NotFound where models like `model` read the hidden size from the config as they run, such as for a scale of the
     logits: `prove` runs the base model alone."""
-    native_class = getattr(type(model), "native_class", type(model))
-    small = shrink(_native_config(model.config))
-    key = native_class.__name__, config_key(small), field
-    if key not in _HEADS:
+    native_class, small = _small_of(model)
+
+    def check() -> None:
         probe, channels = _found(native_class, small)
         left = _size(probe.model, channels) // 4
-        with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
-            try:
-                narrow = thinned(probe.model, channels, range(left))
-                expected = _outputs(narrow, probe.inputs)
-                read = _reads_config(narrow, field, left, probe.inputs, expected)
-                _HEADS[key] = f"reads {field} from the config" if read else ""
-            except Exception as error:  # whatever the native forward raises for other shapes
-                _HEADS[key] = f"does not run with fewer channels ({first_line(error, 90)})"
-    if _HEADS[key]:
-        raise NotFound(f"the forward of {native_class.__name__} {_HEADS[key]}")
+        try:
+            narrow = thinned(probe.model, channels, range(left))
+            expected = _outputs(narrow, probe.inputs)
+        except Exception as error:  # whatever the native forward raises for other shapes
+            reason = f"does not run with fewer channels ({first_line(error, 90)})"
+            raise NotFound(f"the forward of {native_class.__name__} {reason}") from error
+        if _reads_config(narrow, field, left, probe.inputs, expected):
+            raise NotFound(f"the forward of {native_class.__name__} reads {field} from the config")
+
+    _once(("head", native_class.__name__, config_key(small), field), check)
 
 
-def thinned(model: Any, channels: Channels, index: Sequence[int]) -> Any:
+def thinned(model: Any, channels: ChannelMap, index: Sequence[int]) -> Any:
     """A copy of a native `model` with the channels `index`."""
     narrow = copy.deepcopy(model)
     set_sizes_around(narrow, channels, _size(model, channels), len(index))
@@ -170,7 +180,7 @@ def thinned(model: Any, channels: Channels, index: Sequence[int]) -> Any:
     return narrow
 
 
-def places_in(model: nn.Module, channels: Channels) -> Iterator[tuple[nn.Module, dict[str, tuple[int, ...]]]]:
+def places_in(model: nn.Module, channels: ChannelMap) -> Iterator[tuple[nn.Module, dict[str, tuple[int, ...]]]]:
     """(module, its parameters and buffers with their axes along the channels) of each module of a native model that has some."""
     for name, module in model.named_modules():
         prefix = pattern_of(model, name)
@@ -181,7 +191,7 @@ def places_in(model: nn.Module, channels: Channels) -> Iterator[tuple[nn.Module,
             yield module, {n: axes for n, axes in own.items() if axes}
 
 
-def _size(model: nn.Module, channels: Channels) -> int:
+def _size(model: nn.Module, channels: ChannelMap) -> int:
     module, axes = next(iter(places_in(model, channels)))
     name, (axis, *_) = next(iter(axes.items()))
     return getattr(module, name).shape[axis]
@@ -199,7 +209,7 @@ def _alike(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
     )
 
 
-def _unknown(model: nn.Module, channels: Channels) -> list[tuple[str, int]]:
+def _unknown(model: nn.Module, channels: ChannelMap) -> list[tuple[str, int]]:
     """The places of which a class does not tell whether they read or write."""
     found = {}
     for name, module in model.named_modules():
@@ -212,7 +222,7 @@ def _unknown(model: nn.Module, channels: Channels) -> list[tuple[str, int]]:
 
 
 @torch.no_grad()
-def _pair(model: nn.Module, channels: Channels, size: int) -> None:
+def _pair(model: nn.Module, channels: ChannelMap, size: int) -> None:
     """Make the channels of the second half equal to those of the first, and have nothing read them."""
     first = torch.arange(size // 2)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -228,7 +238,7 @@ def _set_everywhere(model: nn.Module, field: str, value: int) -> None:
             set_fields(module.config, hidden_sizes(module.config, field, value))
 
 
-def _field(config: Any, channels: Channels) -> str:
+def _field(config: Any, channels: ChannelMap) -> str:
     """The field of a small config that all channels of its base model move with. Raises NotFound."""
     sizes = _sizes_on_meta(config, channels)
     if len(set(sizes)) != 1:
@@ -242,7 +252,7 @@ def _field(config: Any, channels: Channels) -> str:
     raise NotFound("no one field of the config holds the number of all its hidden channels")
 
 
-def _sizes_on_meta(config: Any, channels: Channels) -> list[int]:
+def _sizes_on_meta(config: Any, channels: ChannelMap) -> list[int]:
     with torch.device("meta"), initialization.no_init_weights():
         model = AutoModel.from_config(copy.deepcopy(config))
     return [
@@ -276,23 +286,24 @@ class Narrow:
 def narrow(model: Any, field: str, tables: Iterable[str]) -> Narrow:
     """How models like `model` are merged, proved on a small one. `field`: holds the hidden size; `tables`: token tables, below
     the base model. Raises NotFound with the reason where no native model computes the same."""
-    native_class = getattr(type(model), "native_class", type(model))
-    small = shrink(_native_config(model.config))
-    key = native_class.__name__, config_key(small), field
-    if key not in _NARROW:
+    native_class, small = _small_of(model)
+
+    def find() -> Narrow:
         probe, channels = _found(native_class, small)
-        with quiet(), torch.random.fork_rng(devices=[]), on_cpu():
-            found, again = (_narrow(probe, channels, small, field, tables, share) for share in (2, 4))
-            _NARROW[key] = found if found == again or isinstance(found, NotFound) else NotFound(_MORE.format(field))
-    if isinstance(_NARROW[key], NotFound):
-        raise _NARROW[key]
-    return _NARROW[key]
+        how = _narrow(probe, channels, small, field, tables, 2)
+        try:
+            same = _narrow(probe, channels, small, field, tables, 4) == how
+        except NotFound:
+            same = False
+        if not same:
+            raise NotFound(_MORE.format(field))
+        return how
+
+    return _once(("narrow", native_class.__name__, config_key(small), field), find)
 
 
-def _narrow(
-    probe: Probe, channels: Channels, small: Any, field: str, tables: Iterable[str], share: int
-) -> Narrow | NotFound:
-    """With one of `share` channels."""
+def _narrow(probe: Probe, channels: ChannelMap, small: Any, field: str, tables: Iterable[str], share: int) -> Narrow:
+    """With one of `share` channels. Raises NotFound with the reason."""
     left = _size(probe.model, channels) // share
     smaller = thinned(probe.model, channels, range(left))
     expected, state = _outputs(smaller, probe.inputs), smaller.state_dict()
@@ -309,8 +320,8 @@ def _narrow(
         if isinstance(reason, RuntimeError):
             name = re.search(r"size mismatch for (\S+):", str(reason))
             what = f" of {name[1]!r}" if name else ""
-            return NotFound(f"the native class derives other sizes{what} from {field} too, such as the size of a head")
-        return NotFound(f"the native class refuses a smaller {field} ({first_line(reason, 90)})")
+            raise NotFound(f"the native class derives other sizes{what} from {field} too, such as the size of a head")
+        raise NotFound(f"the native class refuses a smaller {field} ({first_line(reason, 90)})")
     names = [full_name(native, table) for table in tables]
     norm = channels.norms.get(pattern_of(native, name)) if (name := _output(native)) else None
     norms = [n for n, _ in native.named_modules() if norm is not None and pattern_of(native, n) == norm]
@@ -323,7 +334,7 @@ def _narrow(
         rescale(native, found, names, norms, share)
         if _alike(_outputs(native, probe.inputs), expected):
             return found
-    return NotFound(_MORE.format(field))
+    raise NotFound(_MORE.format(field))
 
 
 def _output(model: Any) -> str | None:

@@ -100,7 +100,7 @@ def stacks_of(model: nn.Module) -> dict[str, nn.ModuleList]:
     }
 
 
-def parts_of(layer: nn.Module) -> LayerParts:
+def parts_of_layer(layer: nn.Module) -> LayerParts:
     """The parts of a layer."""
     attentions = list(_attentions(layer))
     parts = LayerParts({name: [] for name in attentions})

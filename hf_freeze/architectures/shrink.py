@@ -56,11 +56,8 @@ _SMALL: tuple[tuple[str, int, str | None], ...] = (
 _COMPILED = [(re.compile(pattern), size, kind) for pattern, size, kind in _SMALL]
 _GROUPS = re.compile(r"(?:num_|n_)(?:key_value|kv)_heads|n_head_kv|kv_n_heads|(?:en|de)coder_key_value_heads")
 _HEAD_SIZE = re.compile(r"head_dim|d_kv|global_head_dim|kv_channels|d_head|attention_head_size")
-TABLE_WIDTHS = (
-    "embedding_size",
-    "word_embed_proj_dim",
-    "input_embedding_size",
-)  # of tables that may be narrower than the hidden size
+# of tables that may be narrower than the hidden size
+TABLE_WIDTHS = ("embedding_size", "word_embed_proj_dim", "input_embedding_size")
 _TOKEN = re.compile(r"\w*token_(?:ids?|index)|(?:image|im|slice)_(?:start|end|patch|newline)_id|newline_id")
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 
@@ -137,9 +134,8 @@ def _shrunk(data: dict[str, Any]) -> dict[str, Any]:
         whole = data.get("qk_nope_head_dim", 0) + data["qk_rope_head_dim"]
         sizes = {"head_dim": 16 if data.get("head_dim") == whole else 8, "qk_head_dim": 16}
         small |= {name: size for name, size in sizes.items() if name in data}
-    if (
-        "channel_shrink_ratio" in data
-    ):  # a second, narrower state of each token; six parts of a box make one hidden state
+    # a second, narrower state of each token; six parts of a box make one hidden state
+    if "channel_shrink_ratio" in data:
         small |= {"hidden_size": 6 * HEAD_SIZE, "intermediate_size": 7 * HEAD_SIZE}
     if "stage_names" in data:  # names of layers that a backbone returns, made from the depth
         small = {

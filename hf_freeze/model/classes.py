@@ -4,7 +4,7 @@ Whoever asks for a model type `hf_freeze_…` (AutoConfig of a saved variant), f
 the variant of a native class (`make_variant`) has the classes of that family made and registered with the Auto classes.
 """
 
-import dataclasses
+import copy
 import sys
 from typing import Any
 
@@ -55,13 +55,7 @@ def _make_family(native_config: type[PreTrainedConfig]) -> None:
         (VariantConfigMixin, native_config),
         {
             "__annotations__": {name: VariantConfigMixin.__annotations__[name] for name in VARIANT_FIELDS},
-            "methods": dataclasses.field(default_factory=list),
-            "init": "backbone",
-            "hf_freeze_version": None,
-            "digests": dataclasses.field(default_factory=dict),
-            "original_fields": dataclasses.field(default_factory=dict),
-            "description": None,
-            "calibration": None,
+            **{name: copy.copy(default) for name, default in VARIANT_FIELDS.items()},
             "__doc__": f"{native_config.__name__} with a list of methods.",
             "model_type": VARIANT_PREFIX + native_config.model_type,
             "native_class": native_config,
@@ -71,9 +65,8 @@ def _make_family(native_config: type[PreTrainedConfig]) -> None:
     for mapping in processor_mappings():
         if native_config in mapping:
             mapping.register(config_class, mapping[native_config], exist_ok=True)
-    has_encoder = getattr(
-        native_config, "is_encoder_decoder", False
-    )  # some seq2seq models are decoders that read sound
+    # some seq2seq models are decoders that read sound
+    has_encoder = getattr(native_config, "is_encoder_decoder", False)
     for task, native in native_classes(native_config).items():
         if native not in VARIANT_CLASSES:
             VARIANT_CLASSES[native] = _define(

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Sequence
+from dataclasses import field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,16 @@ from hf_freeze.model.remote_code import MODULE, has_remote_code, module_for
 
 _LONGEST = 1000  # characters of an error message
 INITS = ("backbone", "marian")
-VARIANT_FIELDS = ("methods", "init", "hf_freeze_version", "digests", "original_fields", "description", "calibration")
+# Field -> its default.
+VARIANT_FIELDS: dict[str, Any] = {
+    "methods": field(default_factory=list),
+    "init": "backbone",
+    "hf_freeze_version": None,
+    "digests": field(default_factory=dict),
+    "original_fields": field(default_factory=dict),
+    "description": None,
+    "calibration": None,
+}
 
 
 class VariantConfigMixin(MixedConfig):
@@ -194,9 +204,8 @@ class VariantConfigMixin(MixedConfig):
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
         if has_remote_code(self):
             for name, source in (self.code_files or {MODULE: module_for(self)}).items():
-                if (
-                    self.code_files or not Path(save_directory, name).exists()
-                ):  # what a model has saved there knows more
+                # what a model has saved there knows more
+                if self.code_files or not Path(save_directory, name).exists():
                     write_whole(Path(save_directory, name), source)
 
     @classmethod

@@ -189,9 +189,8 @@ def check_shapes(structure: Any, files: dict[str, tuple[str, list[int]]], source
     prefix = f"{structure.base_model_prefix}."
     shapes = {name.removeprefix(prefix): list(value.shape) for name, value in structure.state_dict().items()}
     for name, (_, shape) in files.items():
-        expected = shapes.get(
-            name.removeprefix(prefix), shape
-        )  # transformers gives some tensors of older files other names
+        # transformers gives some tensors of older files other names
+        expected = shapes.get(name.removeprefix(prefix), shape)
         if expected != shape:
             raise ValueError(
                 f"{source}: {name!r} has the shape {shape}, but the config says {expected}: another model's shard"

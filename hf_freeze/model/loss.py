@@ -101,10 +101,10 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
     if added is None:
         return
     added = _whole(added)
-    if model._reached is None:
-        model._reached = set()
-    forgotten = model._reached == {"outputs"}
-    model._reached.clear()
+    if model.reached is None:
+        model.reached = set()
+    forgotten = model.reached == {"outputs"}
+    model.reached.clear()
     if forgotten:
         raise ValueError(
             f"the methods {adding} add a term to the loss, and the last step was trained without it: a loss of your own must "
@@ -112,7 +112,7 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
             "label_smoothing_factor does not)"
         )
     if added.requires_grad:
-        reached = model._reached
+        reached: set[str] = model.reached
         for value in outputs.values():
             if torch.is_tensor(value) and value.requires_grad:
                 value.register_hook(lambda _: reached.add("outputs"))

@@ -321,9 +321,8 @@ def _plain(model: Any, method: Method) -> Any:
 
 
 def _native_class(config: Any, task: Any) -> type[PreTrainedModel]:
-    architecture = architecture_of(
-        config
-    )  # raises an error, before any class is made, for a family that is not understood
+    # raises an error, before any class is made, for a family that is not understood
+    architecture = architecture_of(config)
     if task not in architecture.tasks:
         raise ValueError(f"no task {task!r} for {architecture.model_type}; choose from {list(architecture.tasks)}")
     return native_class(task, native_config_class(type(config)))

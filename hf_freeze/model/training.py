@@ -42,7 +42,7 @@ class TrainingMixin(MixedModel):
     only_counted: bool = False
     methods: list[Method]
     methods_now: list[Method]
-    _reached: set[str] | None = None  # reached by gradients since the last forward: "outputs", "term"
+    reached: set[str] | None = None  # reached by gradients since the last forward: "outputs", "term"
     _active: tuple[int, ...] = ()  # numbers of the methods that freeze at `progress`, but not always
     _teacher: _Teacher | None = None
     _frozen_now: frozenset[str] = frozenset()  # parameters that they froze; those frozen by the user stay frozen

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hf_freeze.seeded.philox import stream
-from hf_freeze.seeded.tiles import KINDS, Numpy, Plain
+from hf_freeze.seeded.tiles import KINDS, Numpy, Plain, Stream
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-ffp-contract=fast", "-fPIC", "-shared", "-w")
@@ -85,19 +85,19 @@ class Compiled(Numpy):
     """Makes the values of `Numpy`, which it replaces, by the library."""
 
     def uniform(
-        self, seed: int, name: str, width: int, rows: np.ndarray, start: int, stop: int, device: torch.device
+        self, words: Stream, width: int, rows: np.ndarray, start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
         if device.type != "cpu":
-            return super().uniform(seed, name, width, rows, start, stop, device)
-        return _filled("uniform", seed, name, width, rows, start, stop)
+            return super().uniform(words, width, rows, start, stop, device)
+        return _filled(Plain(0, words, 0, width, 1.0), rows, start, stop)
 
     def few_bits(self, kind: str, seed: int, name: str, rows: np.ndarray, start: int, stop: int) -> torch.Tensor:
-        return _filled(kind, seed, name, stop, rows, start, stop)
+        return _filled(Plain(KINDS.index(kind), stream(seed, name), 0, stop, 1.0), rows, start, stop)
 
 
-def _filled(kind: str, seed: int, name: str, width: int, rows: np.ndarray, start: int, stop: int) -> torch.Tensor:
+def _filled(matrix: Plain, rows: np.ndarray, start: int, stop: int) -> torch.Tensor:
     out = torch.empty(len(rows), stop - start)
-    fill(Plain(KINDS.index(kind), stream(seed, name), 0, width, 1.0), rows, start, stop, out)
+    fill(matrix, rows, start, stop, out)
     return out
 
 

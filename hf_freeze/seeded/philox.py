@@ -14,9 +14,8 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-_LOW, _HIGH = (
-    (0, 1) if sys.byteorder == "little" else (1, 0)
-)  # positions of the halves of a 64-bit word viewed as 32-bit words
+# positions of the halves of a 64-bit word viewed as 32-bit words
+_LOW, _HIGH = (0, 1) if sys.byteorder == "little" else (1, 0)
 
 
 def stream(seed: int, name: str) -> tuple[int, int, int, int]:

@@ -23,9 +23,8 @@ _CHUNK = 1 << 16  # numbers computed at a time, so that their float64 steps stay
 _ROUNDS_PER_BIT = 3
 _LN2 = 0.6931471805599453
 PER_CALL = {"int8": 16, "sign": 128}  # values of one call of Philox, which gives 128 bits
-_SIGNS = (1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1)).astype(
-    np.float32
-)  # (256, 8): of the bits of an octet
+# (256, 8): of the bits of an octet
+_SIGNS = (1 - 2 * ((np.arange(256)[:, None] >> np.arange(8)) & 1)).astype(np.float32)
 UNIT = {"int8": math.sqrt(21845), "sign": 1.0}  # their standard deviation before they are scaled
 # Wichura (1988), "Algorithm AS 241: The percentage points of the normal distribution": numerator and denominator of two rational
 # functions, from the highest power to the lowest.

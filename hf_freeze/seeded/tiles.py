@@ -6,7 +6,7 @@ Shapes: (N, M) is the matrix of the definition, (R, C) what `kept` leaves of it.
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -15,13 +15,13 @@ from hf_freeze.seeded.philox import philox, philox_on_cpu, stream
 from hf_freeze.seeded.schemes import PER_CALL, normal, sparse
 from hf_freeze.seeded.tensor import SeededTensor, few_bits
 
+Stream: TypeAlias = tuple[int, int, int, int]
 ALL = slice(None)
 TILE = 1 << 17  # values of a tile at most: 512 KiB in fp32, which the second-level cache holds
 _CALLS = TILE // 4
 _MASK = 0xFFFFFFFF
 _ON_CPU = ("cpu",)  # where numpy makes the values
 _UNIFORM = ("glorot", "zero_diagonal", "embedding")
-
 
 KINDS = ("uniform", *PER_CALL)
 _FUSED = {"glorot": 0, "embedding": 0} | {
@@ -76,15 +76,47 @@ class Numpy:
     """Makes values before they are scaled, on the CPU by numpy and elsewhere by torch."""
 
     def uniform(
-        self, seed: int, name: str, width: int, rows: np.ndarray, start: int, stop: int, device: torch.device
+        self, words: Stream, width: int, rows: np.ndarray, start: int, stop: int, device: torch.device
     ) -> torch.Tensor:
-        """fp32 (rows, stop - start): the numbers u + 1/2 - 2^23 at these rows and columns of a matrix with rows of `width`. They
-        may lie in scratch memory, and are then valid until the next call."""
-        return _uniform(seed, name, width, rows, start, stop, device)
+        """fp32 (rows, stop - start): the numbers u + 1/2 - 2^23 at these rows and columns of a matrix with rows of `width`, from
+        the stream `words`. They may lie in scratch memory, and are then valid until the next call."""
+        size = len(rows) * (stop - start)
+        if size == 0:
+            return torch.empty(len(rows), stop - start, device=device)
+        first = rows * width + start  # position of the first value of each row
+        if stop - start == width and int(rows[-1]) - int(rows[0]) + 1 == len(rows) and np.all(np.diff(rows) == 1):
+            first, length = first[:1], size  # all in one piece
+        else:
+            length = stop - start
+        offsets, calls = first % 4, first // 4
+        count = int((offsets.max() + length + 3) // 4)  # calls of each row
+        if device.type in _ON_CPU:
+            values = _words_on_cpu(words, calls, count)
+        else:
+            numbers = (torch.from_numpy(calls).to(device)[:, None] + torch.arange(count, device=device)).flatten()
+            drawn = philox((numbers & _MASK, numbers >> 32, *words[2:]), words[:2])
+            values = torch.stack([(word >> 8).float() + (0.5 - 2**23) for word in drawn], dim=1)
+        values = values.reshape(len(first), 4 * count)
+        if (offsets == offsets[0]).all():
+            out = values[:, int(offsets[0]) : int(offsets[0]) + length]
+        else:
+            index = torch.from_numpy(offsets)[:, None] + torch.arange(length)
+            out = values.gather(1, index.to(device))
+        return out.reshape(len(rows), stop - start)
 
     def few_bits(self, kind: str, seed: int, name: str, rows: np.ndarray, start: int, stop: int) -> torch.Tensor:
         """fp32 (rows, stop - start) on the CPU: the integers of `hf_freeze.seeded.tensor.few_bits`."""
         return torch.from_numpy(few_bits(kind, seed, name, rows, start, stop))
+
+
+class Cell(NamedTuple):
+    """A matrix of a definition: the name of its stream, its first row and column, its rows and columns."""
+
+    name: str
+    row: int
+    column: int
+    height: int
+    width: int
 
 
 class Plain(NamedTuple):
@@ -94,7 +126,7 @@ class Plain(NamedTuple):
     """
 
     kind: int
-    stream: tuple[int, int, int, int]
+    stream: Stream
     height: int
     width: int
     scale: float
@@ -129,14 +161,15 @@ class Tiles:
         self.cells = self._cells()
         self.plain = self._plain()
 
-    def _cells(self) -> list[tuple[str, int, int, int, int]]:
-        """(name of its stream, first row, first column, rows, columns) of each matrix of `parts`."""
-        definition, cells, offset = self.definition, [], 0
+    def _cells(self) -> list[Cell]:
+        """Those of each matrix of `parts`."""
+        definition, offset = self.definition, 0
+        cells: list[Cell] = []
         matrices = definition.matrices()
         for number, (rows, columns) in enumerate(matrices):
             name = f"{definition.name}[{number}]" if len(matrices) > 1 else definition.name
             first = (offset, 0) if definition.dimension == 0 else (0, offset)
-            cells.append((name, *first, rows, columns))
+            cells.append(Cell(name, *first, rows, columns))
             offset += (rows, columns)[definition.dimension]
         return cells
 
@@ -210,14 +243,15 @@ class Tiles:
         """fp32 (rows, stop - start) of the matrix of the definition, in scratch memory: valid until the next call."""
         definition = self.definition
         if definition.scheme in _UNIFORM:
-            out = by.uniform(definition.seed, definition.name, definition.shape[1], rows, start, stop, device)
+            words = stream(definition.seed, definition.name)
+            out = by.uniform(words, definition.shape[1], rows, start, stop, device)
             bounds = definition.bounds()
             out *= torch.tensor(bounds[0], dtype=torch.float32).item() * 2.0**-23
             for number, inside, first, last in self._overlaps(rows, start, stop):
                 if bounds[number] != bounds[0]:
                     out[_selection(inside), first - start : last - start] *= bounds[number] / bounds[0]
                 if definition.scheme == "zero_diagonal":
-                    self._diagonal(out, rows, start, stop, *self.cells[number][1:], 0.0)
+                    _set_diagonal(out, rows, start, stop, self.cells[number], 0.0)
             return out
         if definition.kind in PER_CALL:
             out = by.few_bits(definition.kind, definition.seed, definition.name, rows, start, stop)
@@ -229,63 +263,52 @@ class Tiles:
         if definition.scheme == "ones":
             return out.fill_(1).to(device)
         for number, inside, first, last in self._overlaps(rows, start, stop):
-            name, row, column, height, width = self.cells[number]
+            cell = self.cells[number]
             if definition.scheme == "diagonal":
-                self._diagonal(out, rows, start, stop, row, column, height, width, 1.0)
+                _set_diagonal(out, rows, start, stop, cell, 1.0)
             elif definition.scheme != "zeros":
-                values = self._drawn(name, rows[inside] - row, first - column, last - column, height, width, by)
+                values = self._drawn(cell, rows[inside] - cell.row, first - cell.column, last - cell.column, by)
                 out[_selection(inside), first - start : last - start] = values
         return out.to(device)
 
     def _overlaps(self, rows: np.ndarray, start: int, stop: int) -> Iterator[tuple[int, np.ndarray, int, int]]:
         """(number of a cell, mask of the `rows` in it, its first and last column in [start, stop)) of each cell that has some."""
-        for number, (_, row, column, height, width) in enumerate(self.cells):
-            inside = (rows >= row) & (rows < row + height)
-            first, last = max(start, column), min(stop, column + width)
+        for number, cell in enumerate(self.cells):
+            inside = (rows >= cell.row) & (rows < cell.row + cell.height)
+            first, last = max(start, cell.column), min(stop, cell.column + cell.width)
             if last > first and inside.any():
                 yield number, inside, first, last
 
-    def _drawn(
-        self, name: str, rows: np.ndarray, start: int, stop: int, height: int, width: int, by: Numpy
-    ) -> torch.Tensor:
-        """fp32 entries of a matrix (height, width) of normal, sparse or block-diagonal values with the stream `name`."""
-        definition, cpu = self.definition, torch.device("cpu")
-        std = definition.std(definition.kind != definition.scheme, height, width)
-        if definition.scheme == "blocks":
-            definition.check()
-            height, width = height // definition.blocks, width // definition.blocks
-            bound = math.sqrt(6 / (height + width)) * definition.gain
-            values = by.uniform(definition.seed, name, width, rows, 0, width, cpu)
-            values *= torch.tensor(bound, dtype=torch.float32).item() * 2.0**-23
-            out = torch.zeros(len(rows), stop - start)
-            for block in range(start // width, -(-stop // width)):
-                inside = rows // height == block
-                first, last = max(start, block * width), min(stop, (block + 1) * width)
-                if inside.any():
-                    chosen = _selection(inside)
-                    part = values[chosen, first - block * width : last - block * width]
-                    out[chosen, first - start : last - start] = part
-            return out
-        drawn = by.uniform(definition.seed, name, width, rows, start, stop, cpu)
-        return normal(drawn, std) if definition.kind == "normal" else sparse(drawn, std, definition.density)
+    def _drawn(self, cell: Cell, rows: np.ndarray, start: int, stop: int, by: Numpy) -> torch.Tensor:
+        """fp32 entries of a cell of normal, sparse or block-diagonal values; rows and columns count from its first ones."""
+        definition, cpu, words = self.definition, torch.device("cpu"), stream(self.definition.seed, cell.name)
+        if definition.scheme != "blocks":
+            std = definition.std(definition.kind != definition.scheme, cell.height, cell.width)
+            drawn = by.uniform(words, cell.width, rows, start, stop, cpu)
+            return normal(drawn, std) if definition.kind == "normal" else sparse(drawn, std, definition.density)
+        definition.check()
+        height, width = cell.height // definition.blocks, cell.width // definition.blocks
+        bound = math.sqrt(6 / (height + width)) * definition.gain
+        values = by.uniform(words, width, rows, 0, width, cpu)
+        values *= torch.tensor(bound, dtype=torch.float32).item() * 2.0**-23
+        out = torch.zeros(len(rows), stop - start)
+        for block in range(start // width, -(-stop // width)):
+            inside = rows // height == block
+            first, last = max(start, block * width), min(stop, (block + 1) * width)
+            if inside.any():
+                chosen = _selection(inside)
+                part = values[chosen, first - block * width : last - block * width]
+                out[chosen, first - start : last - start] = part
+        return out
 
-    @staticmethod
-    def _diagonal(
-        out: torch.Tensor,
-        rows: np.ndarray,
-        start: int,
-        stop: int,
-        row: int,
-        column: int,
-        height: int,
-        width: int,
-        value: float,
-    ) -> None:
-        """Set the entries of `out` that lie on the main diagonal of the matrix (height, width) at (row, column)."""
-        places = rows - row
-        on = (places >= 0) & (places < min(height, width)) & (places + column >= start) & (places + column < stop)
-        index = np.flatnonzero(on)
-        out[torch.from_numpy(index), torch.from_numpy(places[index] + column - start)] = value
+
+def _set_diagonal(out: torch.Tensor, rows: np.ndarray, start: int, stop: int, cell: Cell, value: float) -> None:
+    """Set the entries of `out`, the columns [start, stop) of `rows`, that lie on the main diagonal of the matrix of a cell."""
+    places = rows - cell.row
+    columns = places + cell.column
+    on = (places >= 0) & (places < min(cell.height, cell.width)) & (columns >= start) & (columns < stop)
+    index = np.flatnonzero(on)
+    out[torch.from_numpy(index), torch.from_numpy(columns[index] - start)] = value
 
 
 def _selection(inside: np.ndarray) -> Any:
@@ -296,37 +319,7 @@ def _selection(inside: np.ndarray) -> Any:
     return torch.from_numpy(index)
 
 
-def _uniform(
-    seed: int, name: str, width: int, rows: np.ndarray, start: int, stop: int, device: torch.device
-) -> torch.Tensor:
-    """fp32 (rows, stop - start): the numbers u + 1/2 - 2^23 at these rows and columns of a matrix with rows of `width`."""
-    size = len(rows) * (stop - start)
-    if size == 0:
-        return torch.empty(len(rows), stop - start, device=device)
-    first = rows * width + start  # position of the first value of each row
-    if stop - start == width and int(rows[-1]) - int(rows[0]) + 1 == len(rows) and np.all(np.diff(rows) == 1):
-        first, length = first[:1], size  # all in one piece
-    else:
-        length = stop - start
-    offsets, calls = first % 4, first // 4
-    count = int((offsets.max() + length + 3) // 4)  # calls of each row
-    if device.type in _ON_CPU:
-        values = _words_on_cpu(stream(seed, name), calls, count)
-    else:
-        numbers = (torch.from_numpy(calls).to(device)[:, None] + torch.arange(count, device=device)).flatten()
-        key0, key1, upper0, upper1 = stream(seed, name)
-        words = philox((numbers & _MASK, numbers >> 32, upper0, upper1), (key0, key1))
-        values = torch.stack([(word >> 8).float() + (0.5 - 2**23) for word in words], dim=1)
-    values = values.reshape(len(first), 4 * count)
-    if (offsets == offsets[0]).all():
-        out = values[:, int(offsets[0]) : int(offsets[0]) + length]
-    else:
-        index = torch.from_numpy(offsets)[:, None] + torch.arange(length)
-        out = values.gather(1, index.to(device))
-    return out.reshape(len(rows), stop - start)
-
-
-def _words_on_cpu(key: tuple[int, int, int, int], calls: np.ndarray, count: int) -> torch.Tensor:
+def _words_on_cpu(key: Stream, calls: np.ndarray, count: int) -> torch.Tensor:
     """fp32 (calls · count, 4) in scratch memory: the numbers u + 1/2 - 2^23 of `count` calls from each of the numbers `calls`."""
     scratch, size = _SCRATCH, len(calls) * count
     fits = size <= _CALLS
@@ -340,7 +333,7 @@ def _words_on_cpu(key: tuple[int, int, int, int], calls: np.ndarray, count: int)
     high: Any = int(calls.min()) >> 32
     if high != last >> 32:
         high = ((calls[:, None] + np.arange(count)) >> 32).astype(np.uint32).ravel()
-    words = philox_on_cpu((low, high, key[2], key[3]), (key[0], key[1]), products, outputs)
+    words = philox_on_cpu((low, high, *key[2:]), key[:2], products, outputs)
     target = values.view(size, 4)
     array = target.numpy()
     for column, word in enumerate(words):

@@ -33,9 +33,8 @@ def gradual(weight: Tensor, bias: Tensor | None, moments: Moments, share: float)
     """
     _checked(share)
     solved = problem(weight, bias, moments)
-    shares = [
-        share + (1 - share) * (left / _ROUNDS) ** 2 for left in reversed(range(_ROUNDS))
-    ]  # the later, the fewer go
+    # the later, the fewer go
+    shares = [share + (1 - share) * (left / _ROUNDS) ** 2 for left in reversed(range(_ROUNDS))]
     *_, last = _rounds(solved, shares, 4)
     return solved.result(last)
 

@@ -16,7 +16,6 @@ from hf_freeze.layers.fixed_heads import FixedHeads, Words
 from hf_freeze.layers.no_attention import NoAttention, NoHeads
 from hf_freeze.seeded import Origin
 from hf_freeze.surgery.replacing import (
-    dense_linear,
     dense_module,
     effective_weight,
     feature_origins,
@@ -26,6 +25,7 @@ from hf_freeze.surgery.replacing import (
     replace,
     select_features,
     selectable_module,
+    spread_features,
     weight_axis,
 )
 
@@ -212,19 +212,18 @@ def pad_heads(model: Any, attention: Attention, kept: Sequence[int] | None = Non
     for name in attention.linears:
         outputs = name != attention.o
         size = len(attention.features(model.config, name, range(heads), heads))
-        places = first if kept is None else kept
-        index = torch.tensor(attention.features(model.config, name, places, heads), dtype=torch.long)
-        old = module.removed[name] if headless else dense_linear(model.base_model.get_submodule(name))
-        padded = linear_like(old, *((None, size) if outputs else (size, None)), device=model.device)
-        padded.weight.zero_()
-        if padded.bias is not None:
-            padded.bias.zero_()
-        if count:
-            padded.weight.index_copy_(weight_axis(padded, outputs=outputs), index.to(model.device), old.weight)
-        if padded.bias is not None and not outputs:
-            padded.bias.copy_(model.base_model.get_submodule(name).bias)
-        elif padded.bias is not None and count:
-            padded.bias.index_copy_(0, index.to(model.device), old.bias)
+        if headless:
+            padded = linear_like(
+                module.removed[name], *((None, size) if outputs else (size, None)), device=model.device
+            )
+            padded.weight.zero_()
+            if padded.bias is not None:
+                padded.bias.zero_()
+                if not outputs:
+                    padded.bias.copy_(model.base_model.get_submodule(name).bias)
+        else:
+            index = attention.features(model.config, name, first if kept is None else kept, heads)
+            padded = spread_features(model.base_model.get_submodule(name), index, size, outputs=outputs)
         path, _, leaf = name.rpartition(".")
         model.base_model.get_submodule(path).add_module(leaf, padded)
         finished(model, padded)

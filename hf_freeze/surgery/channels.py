@@ -253,9 +253,8 @@ def widen_natively(model: Any, architecture: Architecture, method: str) -> None:
     norms = [name for name, _ in model.named_modules() if norm is not None and pattern_of(model, name) == norm]
     tables, ratio = token_tables(model, architecture), read(before, field) / read(model.config, field)
     rescale(model, how, tables, norms, ratio)
-    for table in (
-        tables.values() if how.tables else ()
-    ):  # a scale that no checkpoint holds: as a native class will make it
+    # a scale that no checkpoint holds: as a native class will make it
+    for table in tables.values() if how.tables else ():
         for name in table._non_persistent_buffers_set:
             table._buffers[name] = table._buffers[name] / ratio ** (how.tables / 2)
     path = field.rpartition(".")[0]

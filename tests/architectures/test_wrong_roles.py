@@ -9,7 +9,7 @@ from support.small import small_config
 from torch import nn
 from transformers import AutoConfig
 
-from hf_freeze.architectures import verify as proofs
+from hf_freeze.architectures import exchange as proofs
 from hf_freeze.architectures.derive import derive
 from hf_freeze.architectures.describe import describe
 from hf_freeze.architectures.fields import with_fields

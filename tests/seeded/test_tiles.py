@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hf_freeze.seeded import tiles
+from hf_freeze.seeded.philox import stream
 from hf_freeze.seeded.tensor import SCHEMES, SeededTensor
 from hf_freeze.seeded.tiles import Tiles
 
@@ -76,10 +77,10 @@ def test_rows_beyond_2_to_the_32_calls():
 def test_another_device_makes_the_same_values(monkeypatch):
     """The path of a GPU, on int64 tensors of the CPU."""
     rows = np.arange(3, 90)
-    expected = tiles._uniform(5, "w", 37, rows, 2, 33, torch.device("cpu")).clone()
+    expected = tiles.Numpy().uniform(stream(5, "w"), 37, rows, 2, 33, torch.device("cpu")).clone()
     monkeypatch.setattr(tiles, "_words_on_cpu", None)
     monkeypatch.setattr(tiles, "_ON_CPU", ())
-    assert torch.equal(tiles._uniform(5, "w", 37, rows, 2, 33, torch.device("cpu")), expected)
+    assert torch.equal(tiles.Numpy().uniform(stream(5, "w"), 37, rows, 2, 33, torch.device("cpu")), expected)
 
 
 @pytest.mark.parametrize(
