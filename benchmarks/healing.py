@@ -26,7 +26,7 @@ from hf_freeze.compression.inputs import batches_of
 from hf_freeze.io import bytes_of
 from hf_freeze.lab.data import read_text, sample
 from hf_freeze.publish.export.served import opened
-from hf_freeze.training.healing import _Healer
+from hf_freeze.training.healing import _Healer, _Run
 from hf_freeze.training.healing_targets import Objective, texts_of
 
 _MOST = 1.1
@@ -66,8 +66,8 @@ def main() -> None:
             times: dict[type[_Healer], list[float]] = {_Plain: [], _Healer: []}
             for turn in range(options.turns):
                 for kind, found in times.items():
-                    folder = Path(temporary) / "checkpoints"
-                    trainer = kind(student, train, objective, folder, options.steps, rate=1e-5, seed=turn)
+                    run = _Run(options.steps, rate=1e-5, seed=turn)
+                    trainer = kind(student, train, objective, Path(temporary), run, None)
                     trainer.train()
                     found.append(trainer.clock.of_step)
         plain, healing = (statistics.median(found) for found in times.values())

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,14 @@ def convert(
     tensors than the index or the config says, for an `out` that exists, for a folder beside `out` that another job has
     left, and for what `make_variant` refuses; OSError for a disk without room.
     """
-    job: dict[str, Any] = {"command": "convert", "methods": [method_to_dict(method) for method in methods]}
+    settings: dict[str, Any] = {"command": "convert", "methods": [method_to_dict(method) for method in methods]}
     if calibration is not None:
         if isinstance(calibration, Iterable) and not isinstance(calibration, str | Mapping):
             calibration = list(calibration)  # it is read more than once
-        job["calibration"] = digest_of(calibration, tokenizer)
+        settings["calibration"] = digest_of(calibration, tokenizer)
     check_budget(methods, budget, calibration)
     if budget is not None:
-        job["budget"] = budget
+        settings["budget"] = budget
     what = f"converting {source}: {', '.join(method.name for method in methods) or 'no methods'}"
 
     def make(model: Any, paged: Paged | None) -> Any:
@@ -82,7 +83,7 @@ def convert(
                 say(note)
         return variant
 
-    return _write(Path(source), Path(out), make, job, max_shard_size, say, what)
+    return _write(Path(source), Path(out), _Job(make, settings, what), max_shard_size, say)
 
 
 def merge(
@@ -103,20 +104,22 @@ def merge(
             raise ValueError(f"{source} holds a native {type(model).__name__} already: there is nothing to merge")
         return model.merge(copy=False)
 
-    return _write(Path(source), Path(out), make, {"command": "merge"}, max_shard_size, say, f"merging {source}")
+    job = _Job(make, {"command": "merge"}, f"merging {source}")
+    return _write(Path(source), Path(out), job, max_shard_size, say)
 
 
-def _write(
-    source: Path,
-    out: Path,
-    make: Callable[[Any, Paged | None], Any],
-    job: dict[str, Any],
-    max_shard_size: str,
-    say: Callable[[str], Any],
-    what: str,
-) -> Path:
-    """Write the model that `make` gives for the one of `source`, which it uses up, to `out`. `job`: says what `make` does;
-    `what`: the message for it. See `convert`."""
+@dataclass(frozen=True)
+class _Job:
+    """`make(model, paged)` gives the model that is written, and uses the other one up. `settings` say what it does, and the
+    message `what` says it in words."""
+
+    make: Callable[[Any, Paged | None], Any]
+    settings: dict[str, Any]
+    what: str
+
+
+def _write(source: Path, out: Path, job: _Job, max_shard_size: str, say: Callable[[str], Any]) -> Path:
+    """Write what `job` makes of the model of `source` to `out`. See `convert`."""
     shard_bytes = _bytes_of(max_shard_size)
     if out.exists():
         raise ValueError(f"{out} exists already: choose another folder, or remove it")
@@ -125,19 +128,19 @@ def _write(
     structure = empty_model(source)
     check_shapes(structure, files, source)
     with torch.device("meta"):
-        target = make(structure, None)  # what cannot be is refused here
+        target = job.make(structure, None)  # what cannot be is refused here
     _check_room(out, _stored_bytes(target) + _stored_bytes(target, with_ties=True))  # tied ones may be made one by one
     folder = out.with_name(f".{out.name}.part")
-    _claim(folder, job | _identity(source, files))
+    _claim(folder, job.settings | _identity(source, files))
     with Paged(folder, shard_bytes) as paged:
-        say(what)
+        say(job.what)
         of_variant = {"paged": paged} if isinstance(structure, VariantMixin) else {}
         model, info = load_model(source, output_loading_info=True, **of_variant)
         if info["missing_keys"]:  # a variant is refused by itself
             shutil.rmtree(folder)
             lacking = sorted(info["missing_keys"])
             raise ValueError(f"{source} lacks {len(lacking)} tensors of its config, such as {lacking[0]!r}")
-        model = make(model, paged)
+        model = job.make(model, paged)
         say(f"writing {out}")
         written = folder / "written"
         shutil.rmtree(written, ignore_errors=True)

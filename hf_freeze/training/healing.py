@@ -10,10 +10,10 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from hf_freeze.seeded.tensor import fingerprint
 from hf_freeze.training.healing_targets import Objective, Texts, texts_of
 from hf_freeze.training.resume import last_whole_checkpoint
 
+T = TypeVar("T")
 HealLimit = int | str  # 0, "10min", "90s", "2h", "1epoch", "0.5epochs" or DEFAULT
 DEFAULT = "default"
 _SHARE, _LEAST = 0.1, 60.0  # the default: this share of the time of an epoch, but at least so many seconds
@@ -96,8 +97,8 @@ def heal(
     than two texts, and without an original, samples of a translator that have no labels.
     """
     began, report = time.monotonic(), callback or (lambda message: None)
-    seconds, epochs = parse_limit(limit)
-    if 0 in (seconds, epochs):
+    limits = parse_limit(limit)
+    if 0 in limits:
         return Healed()
     learns = {name for name, p in student.named_parameters() if p.requires_grad}
     if not learns:
@@ -106,50 +107,41 @@ def heal(
     train, held_out = texts_of(student if original is None else original, samples, seed, labels=original is None)
     if lora is None:
         lora = student.num_parameters() > _LORA_FROM
-    of_all = min(max(_RATE * (_WIDTH / hidden_size(student.config)) ** 2, _RATE), _FASTEST)
-    rate = learning_rate or (_LORA_RATE if lora else of_all)
-    key = fingerprint(student) + (fingerprint(original) if original is not None else "")
-    key += repr((limit, seed, lora, rate, objective))
-    key = hashlib.sha256((key + train.digest + held_out.digest).encode()).hexdigest()
+    rate = learning_rate or (_LORA_RATE if lora else _rate_of(student))
+    models = [fingerprint(model) for model in (student, original) if model is not None]
+    parts = (*models, repr((limit, seed, lora, rate, objective)), train.digest, held_out.digest)
+    key = hashlib.sha256("".join(parts).encode()).hexdigest()
     folder, plan = out / "heal", _plan_in(out / "heal", key)
-    started = time.monotonic()
-    held_out.compute_targets(folder / "held_out", original, objective, report)
-    of_token = (time.monotonic() - started) / held_out.tokens
-    started = time.monotonic()
-    loss_before = held_out.loss(student, objective)
-    measuring = time.monotonic() - started
+    _, of_outputs = _timed(lambda: held_out.compute_targets(folder / "held_out", original, objective, report))
+    loss_before, measuring = _timed(lambda: held_out.loss(student, objective))
     if loss_before < _EQUAL and not held_out.have_numbers:
         return Healed(seconds=time.monotonic() - began, loss_before=loss_before, loss_after=loss_before)
     model = _with_adapters(student, seed) if lora else student
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-
-    def trainer(texts: Texts, steps: int, **options: Any) -> _Healer:
-        return _Healer(model, texts, objective, folder / "checkpoints", steps, rate=rate, seed=seed, **options)
-
     if plan is None:  # how many steps there is time for, and so how many texts need outputs of the original
-        probe = trainer(held_out, _PROBES)
+        probe = _Healer(model, held_out, objective, folder, _Run(_PROBES, rate, seed), report=None)
         probe.train()
         _restore(model, before)
-        plan = _planned(train, seconds, epochs, probe.clock.of_step, of_token, time.monotonic() - began, seed)
+        times = _Times(probe.clock.of_step, of_outputs / held_out.tokens, time.monotonic() - began)
+        plan = _planned(train, limits, times, seed)
         write_whole(folder / "plan.json", json.dumps({"key": key, **plan}))
     texts = train.some(plan["texts"], seed)
     texts.compute_targets(folder / "outputs", original, objective, report)
-
     time_left = math.inf if plan["seconds"] is None else plan["seconds"] - (time.monotonic() - began) - measuring
-    healer = trainer(texts, plan["steps"], time_left=time_left, saved_every=plan["saved_every"], report=report)
+    run = _Run(plan["steps"], rate, seed, time_left, plan["saved_every"])
+    healer = _Healer(model, texts, objective, folder, run, report)
     healer.train(resume_from_checkpoint=last_whole_checkpoint(folder / "checkpoints"))
     loss_after = held_out.loss(model, objective)
     if not (better := loss_after < loss_before):
         _restore(model, before)
     if lora:
-        model.merge_and_unload() if better else model.unload()  # in place: the layers are those of the student
-        for name, p in student.named_parameters():
-            p.requires_grad_(name in learns)
+        _take_adapters_out(model, student, learns, merged=better)
+    steps = healer.state.global_step
     return Healed(
-        epochs=healer.state.global_step / train.steps(seed),
-        steps=healer.state.global_step,
+        epochs=steps / train.steps(seed),
+        steps=steps,
         seconds=time.monotonic() - began,
-        tokens=round(healer.state.global_step / texts.steps(seed) * texts.tokens),
+        tokens=round(steps / texts.steps(seed) * texts.tokens),
         seconds_per_step=healer.clock.of_step or plan["seconds_per_step"],
         loss_before=loss_before,
         loss_after=loss_after,
@@ -171,6 +163,17 @@ def parse_limit(limit: HealLimit) -> tuple[float | None, float | None]:
     return (None, number) if unit.startswith("epoch") else (number * _UNITS[unit], None)
 
 
+def _rate_of(student: Any) -> float:
+    """The learning rate by the width, if all parameters train."""
+    return min(max(_RATE * (_WIDTH / hidden_size(student.config)) ** 2, _RATE), _FASTEST)
+
+
+def _timed(call: Callable[[], T]) -> tuple[T, float]:
+    """What `call()` gives, and its seconds."""
+    started = time.monotonic()
+    return call(), time.monotonic() - started
+
+
 def _plan_in(folder: Path, key: str) -> dict[str, Any] | None:
     """The plan of a call with this key that was killed. What another call has stored is removed."""
     try:
@@ -184,26 +187,34 @@ def _plan_in(folder: Path, key: str) -> dict[str, Any] | None:
     return None
 
 
-def _planned(
-    train: Texts, seconds: float | None, epochs: float | None, of_step: float, of_token: float, spent: float, seed: int
-) -> dict[str, Any]:
-    """The steps, and the number of texts, that a limit allows. Seconds: `of_step`, `of_token` of the original, `spent` so far."""
-    in_epoch, of_original = train.steps(seed), of_token * train.tokens
+@dataclass(frozen=True)
+class _Times:
+    """Seconds of a step of training, of the outputs of the original for a token, and of all that was done so far."""
+
+    of_step: float
+    of_token: float
+    spent: float
+
+
+def _planned(train: Texts, limits: tuple[float | None, float | None], times: _Times, seed: int) -> dict[str, Any]:
+    """The steps, and the number of texts, that `limits` (seconds, epochs) allow."""
+    seconds, epochs = limits
+    in_epoch, of_original = train.steps(seed), times.of_token * train.tokens
     if epochs is not None:
         steps = epochs * in_epoch
     else:
-        seconds = seconds or max(_SHARE * (in_epoch * of_step + of_original), _LEAST)
-        time_left = _PLANNED * (seconds - spent)
-        steps = time_left / (of_step + of_original / in_epoch)
+        seconds = seconds or max(_SHARE * (in_epoch * times.of_step + of_original), _LEAST)
+        time_left = _PLANNED * (seconds - times.spent)
+        steps = time_left / (times.of_step + of_original / in_epoch)
         if steps > in_epoch:  # all texts have their outputs after one epoch
-            steps = (time_left - of_original) / of_step
+            steps = (time_left - of_original) / times.of_step
     steps = max(math.ceil(steps), 1)
     return {
         "steps": steps,
         "texts": min(math.ceil(len(train) * steps / in_epoch), len(train)),
         "seconds": seconds,
-        "seconds_per_step": of_step,
-        "saved_every": max(round(_SAVED / of_step), 1),
+        "seconds_per_step": times.of_step,
+        "saved_every": max(round(_SAVED / times.of_step), 1),
     }
 
 
@@ -229,10 +240,17 @@ def _with_adapters(student: Any, seed: int) -> Any:
         return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
 
 
+def _take_adapters_out(model: Any, student: Any, learns: Collection[str], *, merged: bool) -> None:
+    """Merge the adapters, or drop them, in place: the layers are those of the student, of which `learns` train again."""
+    model.merge_and_unload() if merged else model.unload()
+    for name, p in student.named_parameters():
+        p.requires_grad_(name in learns)
+
+
 class _Clock(TrainerCallback):
     """Times the steps, tells how far training is, and ends it when the time is over."""
 
-    def __init__(self, time_left: float, report: Report) -> None:
+    def __init__(self, time_left: float, report: Report | None) -> None:
         self._time_left, self._report = max(time_left, 1e-9), report
         self._began, self._resumed, self._ends = time.monotonic(), 0.0, [time.monotonic()]
 
@@ -256,10 +274,21 @@ class _Clock(TrainerCallback):
             control.should_training_stop = control.should_save = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in (logs or {}):
+        if self._report is not None and "loss" in (logs or {}):
             left = (state.max_steps - state.global_step) * self.of_step
             progress = {"step": state.global_step, "steps": state.max_steps, "seconds_left": left}
             self._report({"stage": "healing", **progress, "loss": logs["loss"]})
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A training of so many steps. `time_left`: seconds that it may take; `saved_every`: steps between checkpoints, 0: none."""
+
+    steps: int
+    rate: float
+    seed: int
+    time_left: float = math.inf
+    saved_every: int = 0
 
 
 class _Healer(Trainer):
@@ -267,33 +296,22 @@ class _Healer(Trainer):
     the original has without dropout."""
 
     def __init__(
-        self,
-        model: Any,
-        texts: Texts,
-        objective: Objective,
-        folder: Path,
-        steps: int,
-        *,
-        rate: float,
-        seed: int,
-        time_left: float = math.inf,
-        saved_every: int = 0,
-        report: Report = lambda message: None,
+        self, model: Any, texts: Texts, objective: Objective, folder: Path, run: _Run, report: Report | None
     ) -> None:
-        self.texts, self.objective, self.clock = texts, objective, _Clock(time_left, report)
+        self.texts, self.objective, self.clock = texts, objective, _Clock(run.time_left, report)
         device = model.device.type
         arguments = TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            learning_rate=rate,
+            output_dir=str(folder / "checkpoints"),
+            max_steps=run.steps,
+            learning_rate=run.rate,
             weight_decay=0.0,
-            seed=seed,
+            seed=run.seed,
             bf16=device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False),
             use_cpu=device == "cpu",
-            save_strategy="steps" if saved_every else "no",
-            save_steps=saved_every or 1,
+            save_strategy="steps" if run.saved_every else "no",
+            save_steps=run.saved_every or 1,
             save_total_limit=1,
-            logging_steps=min(max(steps // 50, 1), 20),
+            logging_steps=min(max(run.steps // 50, 1), 20),
             remove_unused_columns=False,
             report_to="none",
             disable_tqdm=True,

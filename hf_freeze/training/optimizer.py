@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.model.make import make_variant
 
@@ -26,18 +27,7 @@ def carried_optimizer(optimizer: Any, old: Any, new: Any) -> torch.optim.Optimiz
     that is not in `old`, and if a state is neither a single number nor a tensor of its parameter's shape.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # unwrap accelerate's wrapper
-    before = getattr(old.config, "methods", [])
-    if getattr(new.config, "methods", None) is None or new.config.methods[: len(before)] != before:
-        raise ValueError(
-            "carried_optimizer: the new model must be the old one with more methods: make_variant(old, methods)"
-        )
-    added = [method_from_dict(data) for data in new.config.methods[len(before) :]]
-    for method in added:
-        if not method.facts.selects:
-            raise ValueError(
-                f"carried_optimizer: {method!r} creates other weights, or selects them by value; only methods that remove "
-                "weights by index can be carried over, such as HeadPruning(heads=...)"
-            )
+    added = _added_methods(old, new)
     names = {parameter: name for name, parameter in old.named_parameters()}
     optimized = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(parameter not in names for parameter in optimized):
@@ -86,3 +76,20 @@ def carried_optimizer(optimizer: Any, old: Any, new: Any) -> torch.optim.Optimiz
             else:
                 new_state[key] = type(example)(value.flatten()[0])
     return new_optimizer
+
+
+def _added_methods(old: Any, new: Any) -> list[Method]:
+    """The methods that `new` has on top of those of `old`. Raises ValueError unless all of them remove weights by index."""
+    before = getattr(old.config, "methods", [])
+    if getattr(new.config, "methods", None) is None or new.config.methods[: len(before)] != before:
+        raise ValueError(
+            "carried_optimizer: the new model must be the old one with more methods: make_variant(old, methods)"
+        )
+    added = [method_from_dict(data) for data in new.config.methods[len(before) :]]
+    for method in added:
+        if not method.facts.selects:
+            raise ValueError(
+                f"carried_optimizer: {method!r} creates other weights, or selects them by value; only methods that remove "
+                "weights by index can be carried over, such as HeadPruning(heads=...)"
+            )
+    return added

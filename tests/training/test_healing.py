@@ -269,7 +269,7 @@ def test_steps_and_texts_follow_the_time():
         __len__ = staticmethod(lambda: 100)
 
     def planned(seconds, epochs=None, of_step=9.0, spent=0.0):
-        plan = healing._planned(Train(), seconds, epochs, of_step, 0.001, spent, seed=0)
+        plan = healing._planned(Train(), (seconds, epochs), healing._Times(of_step, 0.001, spent), seed=0)
         return plan["steps"], plan["texts"], plan["seconds"]
 
     assert planned(100.0) == (9, 90, 100.0)  # 90 s; a step needs 9 s and the outputs of its texts 1 s
@@ -291,7 +291,7 @@ def test_training_ends_with_the_time(tmp_path):
 def test_the_rate_falls_with_the_time_of_a_machine_that_became_slower(tmp_path, monkeypatch):
     original, objective = original_of("classes"), Objective("mean")
     texts, _ = texts_of(original, samples_for(original, "classes"), seed=0)
-    trainer = healing._Healer(student_of(original), texts, objective, tmp_path, 100, rate=1.0, seed=0)
+    trainer = healing._Healer(student_of(original), texts, objective, tmp_path, healing._Run(100, 1.0, 0), None)
     rate = trainer.create_scheduler(100, torch.optim.SGD(trainer.model.parameters())).lr_lambdas[0]
     assert [rate(step) for step in (0, 4, 50, 100)] == pytest.approx([0.1, 0.5, 0.5, 0.0])
     monkeypatch.setattr(healing._Clock, "share", 0.8)
