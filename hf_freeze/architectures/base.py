@@ -25,6 +25,14 @@ T = TypeVar("T")
 TRAINED = ("embeddings", "attention", "ffn", "norm", "head")
 COMPONENTS = (*TRAINED, "constant")
 LINEAR_COMPONENTS = ("ffn", "attention")
+# Of models that are a decoder alone.
+DECODER_TASKS = (
+    "causal-lm",
+    "sequence-classification",
+    "feature-extraction",
+    "token-classification",
+    "question-answering",
+)
 
 # The limits exceed every published dense model. They stop a config from the Hub that would allocate without bound. For
 # comparison: Llama 3.1 405B has 16,384 channels, 53,248 FFN neurons and 126 layers; DeepNet has 1,000 layers.

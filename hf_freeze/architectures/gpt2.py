@@ -1,19 +1,13 @@
 """GPT-2 (Radford et al., 2019). Its linears are `Conv1D`, with weights of (inputs, outputs); one of them holds queries, keys and
 values."""
 
-from hf_freeze.architectures.base import Architecture, Attention, Stack, decoder_inputs
+from hf_freeze.architectures.base import DECODER_TASKS, Architecture, Attention, Stack, decoder_inputs
 from hf_freeze.architectures.registry import register_architecture
 
 GPT2 = register_architecture(
     Architecture(
         model_type="gpt2",
-        tasks=(
-            "causal-lm",
-            "sequence-classification",
-            "feature-extraction",
-            "token-classification",
-            "question-answering",
-        ),
+        tasks=DECODER_TASKS,
         stacks={
             "decoder": Stack(
                 layers="h.{}",

@@ -1,18 +1,12 @@
 """Llama (Touvron et al., 2023): grouped key and value heads, gated FFN, rotary positions, no biases."""
 
-from hf_freeze.architectures.base import Architecture, Attention, Stack, decoder_inputs
+from hf_freeze.architectures.base import DECODER_TASKS, Architecture, Attention, Stack, decoder_inputs
 from hf_freeze.architectures.registry import register_architecture
 
 LLAMA = register_architecture(
     Architecture(
         model_type="llama",
-        tasks=(
-            "causal-lm",
-            "sequence-classification",
-            "feature-extraction",
-            "token-classification",
-            "question-answering",
-        ),
+        tasks=DECODER_TASKS,
         stacks={
             "decoder": Stack(
                 layers="layers.{}",

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from functools import partial
 from types import UnionType
@@ -36,17 +37,12 @@ def from_data(data: Any, config: Any) -> Architecture:
         body = {name: value for name, value in data.items() if name not in ("transformers", "digest")}
         if data["digest"] != _digest(body):
             raise ValueError("its digest does not match: it was changed by hand")
-        _check_types(Architecture, body)
-        architecture = Architecture(
+        if missing := sorted({*_PLAIN, "stacks"} - {"hidden"} - body.keys()):  # older descriptions lack `hidden`
+            raise ValueError(f"it has no {missing[0]!r}")
+        architecture = _built(
+            Architecture,
+            body,
             model_type=model_type,
-            tasks=tuple(body["tasks"]),
-            stacks={name: _stack(value) for name, value in body["stacks"].items()},
-            embeddings=tuple(body["embeddings"]),
-            norms=tuple(body["norms"]),
-            constants=tuple(body["constants"]),
-            token_tables=dict(body["token_tables"]),
-            refusals=dict(body["refusals"]),
-            hidden=body.get("hidden", ""),  # older descriptions lack it
             sizes=sizes_in(config),
             tiny={},
             tiny_inputs=partial(example_batch, config),
@@ -82,38 +78,68 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _stack(data: dict[str, Any]) -> Stack:
-    _check_types(Stack, data)
-    if re.fullmatch(r"[^{}]*\{\}[^{}]*", data["layers"]) is None:
-        raise ValueError(f"layers={data['layers']!r} must have one {{}}, for the number")
+def _built(described: Any, data: Any, **further: Any) -> Any:
+    """An object of this dataclass of `data`, the values of its fields, and of `further` ones. Raises ValueError for an unknown
+    field, a field that is missing, and a value of another type or outside its limits."""
+    owner = described.__name__.lower()
+    hints, values = get_type_hints(described), dict(further)
+    for name, value in data.items():
+        if name not in hints or name in further:
+            raise ValueError(f"{owner}: unknown field {name!r}")
+        try:
+            values[name] = _value(hints[name], value)
+        except TypeError:
+            raise ValueError(f"{owner}: {name} has a value of a wrong type") from None
+    for field in fields(described):
+        if field.name in _OR_NONE:
+            values.setdefault(field.name, None)
+        elif field.name not in values and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"{owner}: it has no {field.name!r}")
+    built = described(**values)
+    _CHECKS.get(described, lambda _: None)(built)
+    return built
+
+
+def _value(hint: Any, value: Any) -> Any:
+    """`value`, of JSON, as this type says. Raises TypeError for a value of another type."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        if type(value) not in parts:
+            raise TypeError
+        return value
+    if kind is tuple and isinstance(value, list):
+        return tuple(_value(parts[0], item) for item in value)
+    if kind is dict and isinstance(value, dict):
+        return {_value(parts[0], name): _value(parts[1], item) for name, item in value.items()}
+    if hint in (Stack, Attention) and isinstance(value, dict):
+        return _built(hint, value)
+    if type(value) is not hint:
+        raise TypeError
+    return value
+
+
+def _check_stack(stack: Stack) -> None:
+    if re.fullmatch(r"[^{}]*\{\}[^{}]*", stack.layers) is None:
+        raise ValueError(f"layers={stack.layers!r} must have one {{}}, for the number")
     for name in ("neurons", "experts"):
-        for part, width in data.get(name, {}).items():
+        for part, width in getattr(stack, name).items():
             if not 0 < width <= _LARGEST_WIDTH:
                 raise ValueError(f"{name} of {part!r}: {width} is outside 1..{_LARGEST_WIDTH}")
-    for tensor, axis in data.get("expert_axes", {}).items():
+    for tensor, axis in stack.expert_axes.items():
         if not 0 <= axis <= 2:
             raise ValueError(f"expert_axes of {tensor!r}: {axis} is outside 0..2")
-    lists: dict[str, Any] = {
-        name: tuple(data.get(name, ()))
-        for name in ("ffn", "projections", "mixers", "others", "differ", "per_layer", "scaled", "unread")
-    }
-    blocks: dict[str, Any] = {
-        "attentions": {kind: _attention(value) for kind, value in data["attentions"].items()},
-        "absent": {part: tuple(numbers) for part, numbers in data.get("absent", {}).items()},
-    }
-    settings: dict[str, Any] = {"width": None, "activation": None} | data | lists | blocks
-    return Stack(**settings)
 
 
-def _attention(data: dict[str, Any]) -> Attention:
-    _check_types(Attention, data)
+def _check_attention(attention: Attention) -> None:
     for name in ("heads", "size", "groups"):
-        value = data.get(name)
+        value = getattr(attention, name)
         if value is not None and (type(value) is not int or not 0 < value <= _LARGEST_HEADS):
             raise ValueError(f"{name}={value!r} is outside 1..{_LARGEST_HEADS}")
-    if data.get("layout", LAYOUTS[0]) not in LAYOUTS:
-        raise ValueError(f"layout={data['layout']!r}: choose from {list(LAYOUTS)}")
-    return Attention(**(data | {name: tuple(data.get(name, ())) for name in ("others", "biases", "resizes")}))
+    if attention.layout not in LAYOUTS:
+        raise ValueError(f"layout={attention.layout!r}: choose from {list(LAYOUTS)}")
+
+
+_CHECKS: dict[Any, Callable[[Any], None]] = {Stack: _check_stack, Attention: _check_attention}
 
 
 def _check_plain(value: Any, depth: int = 0) -> None:
@@ -124,33 +150,6 @@ def _check_plain(value: Any, depth: int = 0) -> None:
         raise ValueError(f"a name of {len(value)} characters; the limit is {_LONGEST}")
     for item in [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_plain(item, depth + 1)
-
-
-def _check_types(described: Any, data: Any) -> None:
-    """Raise ValueError unless `data` has values for the fields of this dataclass, of their types, and nothing else."""
-    if not isinstance(data, dict):
-        raise ValueError(f"{described.__name__.lower()}: a {type(data).__name__} instead of its fields")
-    hints, owner = get_type_hints(described), described.__name__.lower()
-    for name, value in data.items():
-        if name not in hints:
-            raise ValueError(f"{owner}: unknown field {name!r}")
-        if not _fits(value, hints[name]):
-            raise ValueError(f"{owner}: {name} has a value of a wrong type")
-    for field in fields(described) if described is not Architecture else ():
-        needed = field.default is MISSING and field.default_factory is MISSING and field.name not in _OR_NONE
-        if needed and field.name not in data:
-            raise ValueError(f"{owner}: it has no {field.name!r}")
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    kind, parts = get_origin(hint), get_args(hint)
-    if kind in (Union, UnionType):
-        return any(_fits(value, part) for part in parts)
-    if kind is tuple:  # a list in JSON
-        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
-    if kind is dict:
-        return isinstance(value, dict) and all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
-    return isinstance(value, dict) if hint in (Stack, Attention) else type(value) is hint
 
 
 def _check_fields(architecture: Architecture, config: Any) -> None:
