@@ -95,7 +95,7 @@ class Streams:
             self.flow, self.states, self._calls = False, {}, {}
 
     def run(self, model: str, batch: int, layer: nn.Module | None = None) -> Tensor:
-        """What the present layer of a model, or `layer` in its place, gives for the batch of this number."""
+        """What the present layer of a model, or `layer` instead, gives for the batch of this number."""
         stack, number = self._present()
         call = self._calls[model][batch][number]
         return call.run(self.layer(model, (stack, number)) if layer is None else layer, self.states[model][batch])
