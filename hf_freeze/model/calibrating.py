@@ -32,15 +32,7 @@ from hf_freeze.model.running import RealTokens, in_eval_mode, on_device, without
 from hf_freeze.model.samples import samples_of
 from hf_freeze.model.streams import Place, Streams
 from hf_freeze.model.sums import Sums, add_routed, error_weights, selected
-from hf_freeze.model.watching import (
-    Routed,
-    ends_of,
-    hooked,
-    read_by,
-    seen_both,
-    seen_in,
-    swapped,
-)
+from hf_freeze.model.watching import Routed, ends_of, hooked, read_by, seen_both, seen_in, swapped
 from hf_freeze.progress import track
 from hf_freeze.solvers.moments import Moments
 
