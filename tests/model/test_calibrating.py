@@ -20,6 +20,7 @@ from hf_freeze import analysis, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES, architecture_for
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.methods import FactorizedEmbedding, FFNPruning, HeadPruning, LayerSelection, LayerSharing, LowRank
+from hf_freeze.methods.base import Facts
 from hf_freeze.model import calibrating, fitting, sums
 from hf_freeze.model.calibrating import CalibrationPass, collect
 from hf_freeze.model.calibration import Calibration, Report, calibrated_linears
@@ -567,10 +568,10 @@ def test_activations_that_are_not_finite_name_their_linear(use, bert):
 
 
 def test_a_method_that_is_the_same_with_a_calibration_says_so_once(bert):
-    facts = {"name": "plain", "calibrates": False, "shares_layers": False, "renumbers": None}
+    plain = SimpleNamespace(name="plain", facts=Facts(), convert=lambda old, new: None, part=lambda kind: None)
     calibrator = Calibrator(bert, [padded(rows_of(bert))], None, lambda *_: bert)
     for _ in range(2):
-        calibrator.convert(SimpleNamespace(**facts, convert=lambda old, new: None, part=lambda kind: None), bert, bert)
+        calibrator.convert(plain, bert, bert)
     assert calibrator.report.notes == ["plain: is the same with a calibration as without"]
 
 
