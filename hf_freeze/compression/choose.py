@@ -128,7 +128,7 @@ class Program:
 
     def _constraints(self) -> tuple[list[np.ndarray], list[float], list[float]]:
         """(rows, lower, upper ends): one choice for each stack, width and the tables; for a block one if its layer stays, else
-        none, and that of its width."""
+        none, and that of its width. All attentions of a layer are in the same bits, since `Quantize` takes them together."""
         rows, low, high = [], [], []
 
         def add(row: np.ndarray, least: float, most: float) -> None:
@@ -140,6 +140,10 @@ class Program:
             chosen = (one.part == part and value in (None, one.value) for one in self._variables)
             return np.fromiter(chosen, float, len(self._variables))
 
+        def with_bits(part: str, bits: int) -> np.ndarray:
+            chosen = (one.part == part and one.value[1] == bits for one in self._variables)
+            return np.fromiter(chosen, float, len(self._variables))
+
         for part in dict.fromkeys(one.part for one in self._variables if one.part not in self._blocks):
             add(where(part), 1.0, 1.0)
         for name, block in self._blocks.items():
@@ -149,6 +153,11 @@ class Program:
             if self._options.uniform:
                 for value in dict.fromkeys(one.value for one in self._variables if one.part == name):
                     add(where(name, value) - where(_width_of(block), value), -1.0, 0.0)
+            first = next(
+                n for n, other in self._blocks.items() if (other.place, other.kind) == (block.place, block.kind)
+            )
+            for bits in self._options.bits if first != name else ():
+                add(with_bits(name, bits) - with_bits(first, bits), 0.0, 0.0)
         return rows, low, high
 
     def _shape(self, chosen: Sequence[_Variable]) -> Shape:

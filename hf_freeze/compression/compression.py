@@ -83,8 +83,9 @@ class Compression:
         self.progress = Progress(self.say, callback, lambda: watch(self))
         self.original = Original(source, served, self.inputs, settings.samples, self.phases.once)
         self.depths = self.original.depths
-        made = self.original, self.engine, settings, out, self.phases, self.progress
-        self.maker = Maker(*made, times=budget.limits_time)
+        self.maker = Maker(
+            self.original, self.engine, settings, out, self.phases, self.progress, times=budget.limits_time
+        )
         uniform = settings.native or self.engine.uniform
         may_go = {"layers", "heads", "neurons", "tokens"}
         may_go -= {"tokens"} if settings.keep_vocabulary or not self.original.can_lose_tokens() else set()
@@ -125,7 +126,7 @@ class Compression:
             else:
                 self._prepare(self._limits())
                 made = self._within(self.budget)
-            if loss is not None and (lost := self.maker.loss(made)) > loss:
+            if loss is not None and (lost := self.maker.points_lost(made)) > loss:
                 raise ValueError(
                     f"max_loss={loss:g}: the model in {made.folder} loses {lost:.2f} points on the inputs that shapes are "
                     "chosen by; give more bytes or time, or allow a larger loss"
@@ -138,13 +139,13 @@ class Compression:
             self._prepare()
             least, found = self.prices.cost(self.program.smallest("bytes"))[0], [self._finished(everything)]
             for size in np.geomspace(_LARGEST * everything.bytes, _SMALLEST * least, count):
-                with self._telling(size):  # the estimate of the smallest ones may be wrong
+                with self._passing_over(size):  # the estimate of the smallest ones may be wrong
                     found.append(self._finished(self._within(Budget(max_bytes=int(size)))))
             return found
 
     def _of_fewest_bytes(self, best: Made, max_loss: float) -> Made:
         """The smallest folder that loses at most so many points, by halving the range of sizes. `best`: of the whole model."""
-        if (lost := self.maker.loss(best)) > max_loss:
+        if (lost := self.maker.points_lost(best)) > max_loss:
             raise ValueError(
                 f"max_loss={max_loss:g}: the whole model in {self.engine.name} loses {lost:.2f} points already; allow more, or "
                 "choose another engine"
@@ -153,10 +154,10 @@ class Compression:
         least, most, budget = self.prices.cost(self.program.smallest("bytes"))[0], float(best.bytes), self.budget
         for _ in range(_HALVINGS):
             size, made = math.sqrt(least * most), None
-            with self._telling(size):
+            with self._passing_over(size):
                 made = self._within(Budget(max_bytes=int(size)))
-                self.say(f"{in_bytes(made.bytes)} lose {self.maker.loss(made):.2f} points")
-            if made is not None and self.maker.loss(made) <= max_loss:
+                self.say(f"{in_bytes(made.bytes)} lose {self.maker.points_lost(made):.2f} points")
+            if made is not None and self.maker.points_lost(made) <= max_loss:
                 best, most = made, float(made.bytes)
             else:
                 least = size
@@ -176,8 +177,8 @@ class Compression:
             self.maker.close()
 
     @contextlib.contextmanager
-    def _telling(self, size: float) -> Iterator[None]:
-        """One of several sizes; that it is out of reach does not end the others."""
+    def _passing_over(self, size: float) -> Iterator[None]:
+        """One of several sizes: if it is out of reach, that is said, and does not end the others."""
         self.say(f"within {in_bytes(size)}:")
         try:
             yield
@@ -210,15 +211,23 @@ class Compression:
 
         self.losses = unmeasured_losses(original, options.may_go)
         if limits is not None and _above(self.prices.cost(self._smallest(options.bits)), limits):
-            self._check_reach()
+            self._smallest_within_reach()
 
         def worst(losses: Losses) -> float:
             with_all_layers = replace(options, may_go=options.may_go - {"layers"})
             best = limits and Program(self.blocks, losses, self.prices, with_all_layers).solve(*limits)
             return _MUCH_WORSE * best[1] if best else math.inf
 
-        parts, phases = (self.blocks, options.may_go, options.bits), (self.phases, self.progress)
-        self.losses = measured_losses(self.original, *parts, *phases, worst, heals=self.maker.heal is not None)
+        self.losses = measured_losses(
+            self.original,
+            self.blocks,
+            options.may_go,
+            options.bits,
+            self.phases,
+            self.progress,
+            worst,
+            heals=self.maker.heal is not None,
+        )
         self.maker.losses = self.losses
         self.program = Program(self.blocks, self.losses, self.prices, options)
 
@@ -246,7 +255,7 @@ class Compression:
             if made.ms is not None and wanted[1] is not None and limits[1] is not None:
                 lower = lower[0], min(limits[1] * (1 - TIME_RESERVE), wanted[1] * min(ms / made.ms, 1.0))
             limits = min(limits[0], lower[0]), lower[1]
-        made = self.maker.built(self._check_reach())
+        made = self.maker.built(self._smallest_within_reach())
         if excess := budget.excess(made.bytes, made.ms):  # a second measurement of its time may be longer
             raise ValueError(f"the budget of {budget.words()} was missed by the smallest shape: {', '.join(excess)}")
         return made
@@ -256,7 +265,7 @@ class Compression:
         program = Program(self.blocks, self.losses, self.prices, replace(self.options, bits=bits))
         return program.smallest("bytes", self._limits()[1]) if self.budget.limits_bytes else program.smallest("ms")
 
-    def _check_reach(self) -> Shape:
+    def _smallest_within_reach(self) -> Shape:
         """The smallest shape, made without healing, which changes neither bytes nor time: estimates are too rough to refuse a
         budget by. Raises ValueError with what it takes if that is above."""
         found: list[tuple[bool, float, Shape]] = []

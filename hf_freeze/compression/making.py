@@ -104,7 +104,7 @@ class Maker:
                 folders[name] = self._served(f"probe-{shape.digest}", saved)
         return self._milliseconds(folders)
 
-    def loss(self, made: Made) -> float:
+    def points_lost(self, made: Made) -> float:
         """In points, on the inputs that shapes are chosen by."""
         return points_lost(*self._judged(made, "dev"))
 

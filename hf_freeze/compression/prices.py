@@ -12,7 +12,8 @@ from hf_freeze.architectures.base import hidden_size
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block
 from hf_freeze.compression.engine import Engine
-from hf_freeze.compression.shape import GROUP, Shape
+from hf_freeze.compression.shape import Shape
+from hf_freeze.layers.grids import GROUP
 
 _LISTED = 5.0  # bytes of the number of a token or neuron in a config that tells which are kept
 _OF_LAYERS = 0.6  # share of a graph that its layers take, at least

@@ -8,9 +8,8 @@ from typing import Any
 
 from hf_freeze import methods
 from hf_freeze.compression.blocks import Block
+from hf_freeze.layers.grids import GROUP
 from hf_freeze.methods.base import Method
-
-GROUP = 64  # inputs of a linear, or numbers of a row, that share a step in 4 bits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ def methods_of(shape: Shape, blocks: Mapping[str, Block], depths: Mapping[str, i
 
 
 def few_bits(shape: Shape, blocks: Mapping[str, Block]) -> list[Method]:
-    """What makes 4 bits of the weights that the shape has in 4 bits: the same layers of both kinds at once."""
+    """What makes 4 bits of the weights that the shape has in 4 bits: all attentions of a layer, its FFN, or both."""
     found: list[Method] = []
     layers: dict[str, dict[str, list[int]]] = {}  # component -> stack -> layers by their new numbers
     for block in filter(shape.has, blocks.values()):

@@ -56,7 +56,8 @@ class LowRankLinear(FactorizedLinear):
         return up @ down
 
     def shape_like(self, linear: Any) -> None:
-        LowRankLinear.__init__(self, linear, linear.rank, std=linear.std, solver=linear.solver)
+        settings = {"std": linear.std, "solver": linear.solver, "execution": linear.execution}
+        LowRankLinear.__init__(self, linear, linear.rank, **settings)
 
     def fill(self, weight: torch.Tensor) -> None:
         """Set the best approximation of `weight` (O, I) in the Frobenius norm: U √S and √S Vᵀ of its singular value

@@ -1,4 +1,7 @@
-"""What does not go together: a table of refused orders of methods, by the facts of both. No other module refuses an order."""
+"""What does not go together: a table of refused orders of methods, by the facts of both.
+
+What else a setting cannot follow, its own hooks refuse.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -115,7 +115,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         # 3. Parameters that are shared, natively or by a method.
         self._collect_ties()
         # 4. What is frozen, and what is not stored because a seed regenerates it.
-        self._collect_unstored()
+        self._collect_constants()
         self.apply_freeze()
         self._leave_unquantized(native_linears)
         self._set_execution(seeded_execution)
@@ -231,7 +231,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
 
     # -- 4. freezing -------------------------------------------------------------------------------------------------------
 
-    def _collect_unstored(self) -> None:
+    def _collect_constants(self) -> None:
         """Constants that are as computed are not stored, though native classes do store them; see `trained_constants`."""
         self._constants = {name for name, _ in self.named_parameters() if self._component(name) == "constant"}
         on_save, on_load = keys_to_ignore(self)

@@ -1,4 +1,14 @@
-"""Saving, loading and pushing a variant. Seeded tensors are not stored; incomplete or damaged checkpoints are refused."""
+"""Saving, loading and pushing a variant. Seeded tensors are not stored; incomplete or damaged checkpoints are refused.
+
+`AutoModel….from_pretrained` of a variant's folder:
+
+1. `hf_freeze.__init__` has registered the variants' model types: the config is a variant's (`classes.py`, `config.py`).
+2. The Auto class finds the variant's class, made for its native class (`classes.py`).
+3. `SavingMixin.from_pretrained` takes the settings that are ours, and checks the folder.
+4. `VariantMixin.__init__` (`build.py`) builds the backbone on `meta` and changes it as the methods say.
+5. transformers reads the tensors that are stored, and draws none.
+6. Seeded tensors are regenerated and compared with their digests (`weights.py`).
+"""
 
 import contextlib
 import os

@@ -66,7 +66,7 @@ def take_packed(old: Any, new: Any, method: Method | None) -> None:
         for layers, numbers in stacks.items():
             if name.startswith(layers):
                 old_number, _, rest = name.removeprefix(layers).partition(".")
-                places = [f"{layers}{new}.{rest}" for new, number in enumerate(numbers) if number == int(old_number)]
+                places = [f"{layers}{now}.{rest}" for now, number in enumerate(numbers) if number == int(old_number)]
         for place in places:
             linear: Any = linears.get(place)
             if f"{place}.weight" in new.seeded_tensors:
@@ -119,11 +119,11 @@ def use_up(model: Any, by: str = _BY_MAKING) -> None:
             module._parameters.clear()
     nn.Module.to(model, "meta")
 
-    def forward(*_: Any, **__: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"this {type(model).__name__} was used up by {by}, or copy=True")
 
     for name in ("forward", "generate", "merge", "save_pretrained", "state_dict"):
-        setattr(model, name, forward)
+        setattr(model, name, refuse)
 
 
 def memory_of(tensor: torch.Tensor) -> int:

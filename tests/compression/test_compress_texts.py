@@ -145,6 +145,25 @@ def test_the_program_finds_the_best_of_all_shapes(seed, uniform):
             assert prices.cost(shape)[0] <= limit + 1e-6
 
 
+def test_all_attentions_of_a_layer_are_in_the_same_bits():
+    """`Quantize` takes a layer's attentions together: 4 bits for the harmless one alone would round the other, too."""
+    generator = torch.Generator().manual_seed(0)
+    names = ["decoder.0.self", "decoder.0.cross", "decoder.1.self", "decoder.1.cross"]
+    blocks = {name: block(name, 4, True, generator) for name in names}
+    losses = Losses(
+        layers={"decoder": {2: ((0, 1), 0.0)}},
+        four_bits={"decoder.0.self": 0.0, "decoder.0.cross": 9.0, "decoder.1.self": 1.0, "decoder.1.cross": 1.0},
+        tokens={0: 0.0},
+    )
+    prices = Prices(blocks, {"decoder": 2}, Sizes(of_token=0, tokens=0, token_bytes=0.0, bits=8, bytes=3000.0))
+    full = prices.cost(Program(blocks, losses, prices, Options(may_go=frozenset())).smallest("bytes"))[0]
+    saved = sum(prices.of_block(blocks[name], 4, 8)[0] - prices.of_block(blocks[name], 4, 4)[0] for name in names) / 4
+    shape, loss = Program(blocks, losses, prices, Options(bits=(8, 4), may_go=frozenset())).solve(full - saved, None)
+    assert [shape.bits[name] for name in names] == [8, 8, 4, 4]
+    assert loss == pytest.approx(2.0)
+    assert prices.cost(shape)[0] == pytest.approx(full - 2 * saved)
+
+
 @pytest.mark.parametrize(("units", "multiple"), [(1536, 8), (64, 8), (1536, 64), (256, 64), (128, 64)])
 def test_neurons_stay_in_multiples(units, multiple):
     ffn = block("encoder.0.ffn", units, False, torch.Generator().manual_seed(0))

@@ -185,7 +185,7 @@ def _check_row(name: str, row: Row, recipe: Recipe, where: str) -> None:
         method_of(method)
     _check_fields(row, recipe.task, where)
     _check_sections(row, recipe, where)
-    _check_origins([name], recipe.rows, where)
+    _check_checkpoints([name], recipe.rows, where)
     sections = {key: value for key, value in recipe.given().items() if key in OF_A_ROW}
     merged = merge(sections, {key: value for key, value in row.given().items() if key in OF_A_ROW})
     if merged.get("tokenizer") != sections.get("tokenizer") and TASKS[recipe.task].is_per_token:
@@ -199,7 +199,7 @@ def _check_row(name: str, row: Row, recipe: Recipe, where: str) -> None:
     _check_weights(row, trained, where)
 
 
-def _check_origins(way: list[str], rows: dict[str, Row], where: str) -> None:
+def _check_checkpoints(way: list[str], rows: dict[str, Row], where: str) -> None:
     """What a row starts from or learns from, and that in turn."""
     row = rows[way[-1]]
     if row.start is not None and len(way) == 1:
@@ -209,7 +209,7 @@ def _check_origins(way: list[str], rows: dict[str, Row], where: str) -> None:
             raise ValueError(f"{where}: {field}={needed!r} is no row; {choose(rows, needed)}")
         if needed in way:
             raise ValueError(f"{where}: {field!r} refers to itself: {' <- '.join([*way, needed])}")
-        _check_origins([*way, needed], rows, where)
+        _check_checkpoints([*way, needed], rows, where)
 
 
 def _check_own_sections(owner: Recipe | Row, origin: str, where: str) -> None:

@@ -27,7 +27,7 @@ def load_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: b
 def read_recipe(path: str | Path, settings: list[str] | None = None, *, smoke: bool = False) -> dict[str, Any]:
     """The plain data of a recipe, in which what it leaves to the user, such as a pretrained model, may be missing."""
     recipe = _read(find_recipe(path))
-    # The preset may itself be chosen by --smoke or --set, so these are applied first to find it and again at the end.
+    # The preset may itself be chosen by --smoke or --set, so these are applied first. They win: the preset is merged below them.
     overrides = copy.deepcopy(recipe.get("smoke", {})) if smoke else {}
     for setting in settings or []:
         overrides = merge(overrides, _parse_setting(setting))

@@ -16,7 +16,7 @@ from hf_freeze.io import write_whole
 from hf_freeze.lab.recipes.recipe import Origin, Run
 from hf_freeze.lab.runs.environment import environment, peak_memory
 from hf_freeze.lab.runs.launcher import is_first_process
-from hf_freeze.lab.runs.resume import agreed_precision, check_origin
+from hf_freeze.lab.runs.resume import agreed_precision, check_checkpoint
 from hf_freeze.lab.runs.text_training import execute_text
 from hf_freeze.lab.runs.tracking import tracked
 from hf_freeze.lab.tasks.base import Job, OwnTask, ProgressCallback, Trained
@@ -52,7 +52,7 @@ def execute(
     teacher = _finished(run.teacher, folder, "learns")
     precision = agreed_precision(folder.parent, run, resume_anyway)
     run = run.with_bf16(precision == "bf16")
-    check_origin(folder, checkpoint if not resume_anyway else None, precision, start=start, teacher=teacher)
+    check_checkpoint(folder, checkpoint if not resume_anyway else None, precision, start=start, teacher=teacher)
     transformers.set_seed(run.seed)
     task = task_of(run.task)
     with tracked(run, folder) as trackers:

@@ -44,7 +44,7 @@ def agreed_precision(out: Path, run: Run, resume_anyway: bool) -> str:
     return precision[0]
 
 
-def check_origin(folder: Path, checkpoint: str | None, precision: str, **origins: Path | None) -> None:
+def check_checkpoint(folder: Path, checkpoint: str | None, precision: str, **origins: Path | None) -> None:
     """Raise ValueError where a resumed run would not end with the results of an uninterrupted one; else note who runs it."""
     path = folder / "environment.json"
     now = environment() | {"processes": int(os.environ.get("WORLD_SIZE", "1")), "precision": precision}
