@@ -55,18 +55,23 @@ def rows(options: argparse.Namespace) -> dict[str, Run]:
     return {run.row: run for run in runs}
 
 
-def config(run: Run, vocabulary: int) -> Any:
-    """The run's backbone for a vocabulary without a tokenizer."""
+def config(model_type: str, fields: dict[str, Any], vocabulary: int) -> Any:
+    """A backbone for a vocabulary without a tokenizer."""
     return transformers.AutoConfig.for_model(
-        run.backbone.model_type,
+        model_type,
         vocab_size=vocabulary,
         decoder_vocab_size=vocabulary,
         pad_token_id=0,
         eos_token_id=1,
         decoder_start_token_id=0,
         forced_eos_token_id=1,
-        **run.backbone.config,
+        **fields,
     )
+
+
+def config_of(run: Run, vocabulary: int) -> Any:
+    """The run's backbone for a vocabulary without a tokenizer."""
+    return config(run.backbone.model_type, run.backbone.config, vocabulary)
 
 
 def seconds(work: Callable[[], object], calls: int = 1, clock: Callable[[], float] = time.perf_counter) -> float:

@@ -94,7 +94,12 @@ def main() -> None:
 
     def make(row: str) -> Any:
         methods = [method_from_dict(method) for method in runs[row].methods]
-        return make_variant(_shared.config(runs[row], vocabulary), methods, task="seq2seq-lm", init="marian")
+        return make_variant(
+            _shared.config_of(runs[row], vocabulary),
+            methods,
+            task="seq2seq-lm",
+            init="marian",
+        )
 
     variant, dense = make(options.row), make("0")
     seeded = variant.seeded_tensors.values()

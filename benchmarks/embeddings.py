@@ -110,7 +110,7 @@ def make_model(vocabulary: int, width: int, row: Row, dense: Any = None) -> Any:
     stack = {"layers": 2, "attention_heads": max(1, width // 64), "ffn_dim": 4 * width}
     sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in stack.items()}
     backbone = {"d_model": width, "max_position_embeddings": 4 * LENGTH, "scale_embedding": True, **sizes}
-    config = _shared.config({"backbone": {"model_type": "marian", "config": backbone}}, vocabulary)
+    config = _shared.config("marian", backbone, vocabulary)
     if row.removed:
         model: Any = make_variant(dense, row.methods)
     else:

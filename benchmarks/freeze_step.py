@@ -38,6 +38,7 @@ from torch import nn
 from transformers import MarianMTModel
 
 from hf_freeze import make_variant, multiply_adds
+from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.runs.text_training import choose_attention
 from hf_freeze.methods.registry import method_from_dict
 from hf_freeze.training import label_smoothed_loss
@@ -46,12 +47,18 @@ from hf_freeze.training import label_smoothed_loss
 def make(run: dict[str, Any], vocabulary: int, by_hand: bool) -> Any:
     def variant() -> Any:
         methods = [method_from_dict(method) for method in run.methods]
-        return make_variant(_shared.config(run, vocabulary), methods, task="seq2seq-lm", init="marian", seed=run.seed)
+        return make_variant(
+            _shared.config_of(run, vocabulary),
+            methods,
+            task="seq2seq-lm",
+            init="marian",
+            seed=run.seed,
+        )
 
     if by_hand:
         with torch.device("meta"):
             trained = {name: p.requires_grad for name, p in variant().named_parameters()}
-        model: Any = MarianMTModel(_shared.config(run, vocabulary))
+        model: Any = MarianMTModel(_shared.config_of(run, vocabulary))
         model.register_parameter("final_logits_bias", nn.Parameter(model._buffers.pop("final_logits_bias")))
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained[name])
@@ -61,7 +68,7 @@ def make(run: dict[str, Any], vocabulary: int, by_hand: bool) -> Any:
     return model.to(_shared.DEVICE).train()
 
 
-def stepper(model: Any, run: dict[str, Any], tokens: int, length: int) -> Callable[[], torch.Tensor]:
+def stepper(model: Any, run: Run, tokens: int, length: int) -> Callable[[], torch.Tensor]:
     """A function that takes one training step and returns its loss."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, model.config.vocab_size, (2, max(1, tokens // length), length), generator=generator)

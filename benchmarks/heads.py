@@ -61,16 +61,9 @@ def encoder(options: argparse.Namespace) -> Any:
 def translator(options: argparse.Namespace) -> Any:
     width, stacks = options.width * 2 // 3, ("encoder", "decoder")
     sizes = {"layers": options.layers, "attention_heads": 8, "ffn_dim": 4 * width}
-    config = _shared.config(
-        {
-            "backbone": {
-                "model_type": "marian",
-                "config": {f"{stack}_{name}": size for stack in stacks for name, size in sizes.items()}
-                | {"d_model": width, "max_position_embeddings": max(options.lengths) + 1},
-            }
-        },
-        1000,
-    )
+    fields = {f"{stack}_{name}": size for stack in stacks for name, size in sizes.items()}
+    fields |= {"d_model": width, "max_position_embeddings": max(options.lengths) + 1}
+    config = _shared.config("marian", fields, 1000)
     assert isinstance(config, MarianConfig)
     return _ready(make_variant(config, [], task="seq2seq-lm"))
 

@@ -48,7 +48,7 @@ def new_model(width: int, layers: int, added: list[Any]) -> Any:
     stacks = {"layers": layers, "attention_heads": 8, "ffn_dim": 4 * width}
     fields = {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in stacks.items()}
     fields |= {"d_model": width, "max_position_embeddings": max(LENGTHS), "activation_function": "relu", "dropout": 0.0}
-    config = _shared.config({"backbone": {"model_type": "marian", "config": fields}}, VOCABULARY)
+    config = _shared.config("marian", fields, VOCABULARY)
     return make_variant(config, added, task="seq2seq-lm", init="marian")
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     run = _shared.rows(options)["0"]
     text = data.builtin_corpus()["train"]
     tokenizer = data.train_tokenizer([*text["source"], *text["target"]], VOCABULARY)
-    config = _shared.config(run, run.tokenizer.vocab_size)
+    config = _shared.config_of(run, run.tokenizer.vocab_size)
     config.pad_token_id = config.decoder_start_token_id = tokenizer.pad_token_id
     tokenizer.model_max_length = config.max_position_embeddings
     model = make_variant(config, [], task="seq2seq-lm", init="marian").to(_shared.DEVICE).train()

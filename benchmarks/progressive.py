@@ -54,9 +54,7 @@ def translator(options: argparse.Namespace) -> Any:
     sizes = {"layers": options.layers, "attention_heads": 8, "ffn_dim": 4 * width}
     fields = {f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in sizes.items()}
     fields |= {"d_model": width, "max_position_embeddings": options.length + 1}
-    return make_variant(
-        _shared.config({"backbone": {"model_type": "marian", "config": fields}}, 1000), [], task="seq2seq-lm"
-    )
+    return make_variant(_shared.config("marian", fields, 1000), [], task="seq2seq-lm")
 
 
 def training(model: Any, options: argparse.Namespace) -> Callable[[], None]:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 from support.cases import ALL
-from support.recipes import LONGER, TINY, cli, figures, one_line_error, write_recipe
+from support.recipes import LONGER, cli, figures, one_line_error, write_recipe
 
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
@@ -358,4 +358,4 @@ def test_without_ray_the_extra_is_named(tmp_path, monkeypatch):
 def test_a_launcher_and_ray_are_not_for_the_same_grid(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"under a launcher .* leave --on ray out"):
-        run_grid(TINY, tmp_path, ray=RayOptions())
+        run_grid(load_recipe(write_recipe(tmp_path / "r.yaml")), tmp_path / "o", ray=RayOptions())

@@ -125,7 +125,7 @@ def test_the_record_and_the_report_say_which(tmp_path, machine, native, name):
     quiet(load_recipe(tmp_path / "r.yaml"), out)  # gathers
     report = write_report(out, say=lambda _: None)
     assert f"; {name}" in (out / "report.md").read_text()
-    assert f"<td>{name}</td>" in (out / "report.html").read_text()
+    assert f"cores for each run; {name}." in (out / "report.html").read_text()
     assert report.runs[0].precision == name
 
 

@@ -26,6 +26,7 @@ from hf_freeze import make_variant
 from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.layers import LowRankLinear, QuantizedLowRankLinear
+from hf_freeze.layers.schemes import Scheme
 from hf_freeze.methods import (
     FactorizedEmbedding,
     FFNPruning,
@@ -285,8 +286,10 @@ def test_quantised_factors_are_close_to_the_factors(scheme):
     """Columns of unlike size, as those of a truncated decomposition, do not lose the small ones."""
     torch.manual_seed(0)
     down, up = torch.randn(8, 64), torch.randn(64, 8) * 10.0 ** -torch.arange(8)
-    layer = QuantizedLowRankLinear(LowRankLinear(torch.nn.Linear(64, 64), 8, std=0.1), scheme)
-    layer.fill(down, up)
+    factors = LowRankLinear(torch.nn.Linear(64, 64), 8, std=0.1)
+    factors.set_factors(up, down)
+    layer = QuantizedLowRankLinear(factors, Scheme(scheme))
+    layer.set_parts(factors.balanced())
     allowed = {"int8": 0.02, "nf4": 0.2}[scheme]
     for rank in range(8):  # each term of the product is as exact as the first
         term = torch.outer(up[:, rank], down[rank])

@@ -84,6 +84,15 @@ def checkpointed(sharded, whole, batch):
     )
 
 
+def refused(sharded, batch):
+    """Problems, unless training is refused: learnt scores of layers cannot be in shards."""
+    try:
+        gradients(sharded, batch)
+    except ValueError as error:
+        return [] if "the scores of layers cannot be in shards" in str(error) else [str(error)]
+    return ["learnt scores of layers were trained in shards"]
+
+
 def translations(folder, mesh):
     """Of SENTENCES: what a whole model gives, one in shards, and the file of a teacher; how many sentences this process read."""
     tokenizer, found, read = AutoTokenizer.from_pretrained(folder), {}, []
@@ -119,7 +128,9 @@ def main(result, rank):
         number = path.name.removeprefix("variant-")
         if world == 2 and number != "trained" and (ALL or int(number) % 2 == 0):  # each was equal when it was loaded
             batch = once()[int(number)].batch()
-            problems += [f"{path.name}, checkpointed: {problem}" for problem in checkpointed(sharded, whole, batch)]
+            learned = any(getattr(method, "learned", False) for method in whole.methods)
+            found = refused(sharded, batch) if learned else checkpointed(sharded, whole, batch)
+            problems += [f"{path.name}, checkpointed: {problem}" for problem in found]
     translated, read = translations(folder / "translator", mesh) if world == 3 else ({}, 0)
     chosen = folder / "variant-trained"
     model, saved = load_sharded(chosen, mesh).train(), folder / "saved"
