@@ -134,7 +134,8 @@ def test_what_is_frozen_stays_frozen_after_finalize(method, place, order, tmp_pa
                 model.advance(1, 1)
             expected = outputs(model, case.batch())
             model.finalize()
-            assert differences(outputs(model, case.batch()), expected, 1e-6) == []
+            tolerance = 1e-5 if method.facts.cuts else 1e-6  # products of smaller matrices add up in another order
+            assert differences(outputs(model, case.batch()), expected, tolerance) == []
         if state == "reloaded":
             model.save_pretrained(tmp_path)
             model, _ = reload(case, tmp_path)
