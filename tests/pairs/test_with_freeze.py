@@ -1,5 +1,6 @@
 """Every method beside Freeze, in both orders: what Freeze holds is none of the method's business, and the other way round."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -132,10 +133,13 @@ def test_what_is_frozen_stays_frozen_after_finalize(method, place, order, tmp_pa
         if state == "finalized":
             if case.scheduled:  # what a schedule had not done yet would be done now
                 model.advance(1, 1)
-            expected = outputs(model, case.batch())
-            model.finalize()
-            tolerance = 1e-5 if method.facts.cuts else 1e-6  # products of smaller matrices add up in another order
-            assert differences(outputs(model, case.batch()), expected, tolerance) == []
+            # Products of smaller matrices add up in another order: that they are the same is seen in double precision.
+            compared = copy.deepcopy(model).double() if method.facts.cuts else model
+            expected = outputs(compared, case.batch())
+            compared.finalize()
+            assert differences(outputs(compared, case.batch()), expected, 1e-6) == []
+            if compared is not model:
+                model.finalize()
         if state == "reloaded":
             model.save_pretrained(tmp_path)
             model, _ = reload(case, tmp_path)
