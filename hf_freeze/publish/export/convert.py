@@ -17,7 +17,16 @@ from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods._checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
-from hf_freeze.publish.export import aotinductor, ctranslate2, executorch, onnx, recording, torch_export, trained_grid
+from hf_freeze.publish.export import (
+    aotinductor,
+    ctranslate2,
+    executorch,
+    onnx,
+    recording,
+    torch_export,
+    trained_grid,
+    transformers_js,
+)
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
 from hf_freeze.publish.export.served import check_fidelity
@@ -36,6 +45,7 @@ FORMATS = {
     "aotinductor": aotinductor.FORMAT,
     "executorch": executorch.FORMAT,
     "ctranslate2": ctranslate2.FORMAT,
+    "transformers-js": transformers_js.FORMAT,
     "dense": Format(_write_dense, quantizations=("float16", "bfloat16", "float32"), keeps_structure=False),
 }
 
@@ -144,7 +154,9 @@ def _write_beside(export: Export, source: str | os.PathLike[str], format: str, f
         copy_processors(source, folder)
     if export.task == "feature-extraction":
         copy_sentence_files(source, folder)
-    if FORMATS[format].keeps_structure:
+    if FORMATS[format].for_browsers:
+        transformers_js.write_configs(export, folder)
+    elif FORMATS[format].keeps_structure:
         ExportedConfig.of(model.config).save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)

@@ -221,16 +221,21 @@ class _Encoder(_Forward):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         named = self.named(inputs)
         encoded = self.model.get_encoder()(**named).last_hidden_state
-        # A step of the decoder fills the cache of cross-attention; what else it computes is no output, and falls away.
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        self.model(
-            encoder_outputs=BaseModelOutput(encoded),
-            attention_mask=named.get("attention_mask"),
-            decoder_input_ids=torch.zeros_like(inputs[0].flatten(1)[:, :1], dtype=torch.long),
-            past_key_values=cache,
-            use_cache=True,
-        )
-        return encoded, *tensors_of(cache.cross_attention_cache, PRESENT, "encoder").values()
+        return encoded, *cross_attention(self.model, encoded, named.get("attention_mask")).values()
+
+
+def cross_attention(model: Any, encoded: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """The keys and values of cross-attention for the encoder's states (B, S, H), by name. `mask`: (B, S)."""
+    # A step of the decoder fills the cache of cross-attention; what else it computes is no output, and falls away.
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    model(
+        encoder_outputs=BaseModelOutput(encoded),  # type: ignore[arg-type]
+        attention_mask=mask,
+        decoder_input_ids=torch.zeros_like(encoded[:, :1, 0], dtype=torch.long),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return tensors_of(cache.cross_attention_cache, PRESENT, "encoder")
 
 
 class _Decoder(_Forward):

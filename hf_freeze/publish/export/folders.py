@@ -35,7 +35,8 @@ class Format:
 
     `packages`: what it needs. `quantizations`: types of weights; those in `calibrated` need texts, those in `round_inputs` round
     the inputs of linears too. `tasks`: model type -> tasks; None: all of every family. `keeps_structure`: the methods of a
-    variant stay; otherwise they are merged.
+    variant stay; otherwise they are merged. `for_browsers`: the folder is for transformers.js, with the config of the native model,
+    and opens in a browser alone.
     """
 
     write: Callable[[Export, Path], None]
@@ -46,6 +47,7 @@ class Format:
     tasks: Mapping[str, tuple[str, ...]] | None = None
     needs_tokenizer: bool = False
     keeps_structure: bool = True
+    for_browsers: bool = False
 
 
 def require(package: str, format: str) -> Any:

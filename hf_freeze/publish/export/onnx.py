@@ -42,8 +42,12 @@ _FORMS = {"float16": 16, "uint24": 24}  # how numbers that a seed generates are 
 def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if the forward cannot be traced, or if ONNX Runtime computes other outputs
     than PyTorch; for "int8-static", if all texts to calibrate with are empty."""
-    model = export.model.float()
-    parts = engine_parts(model, export.task)
+    parts = engine_parts(export.model.float(), export.task)
+    write_parts(export, parts, traced_parts(export, parts), folder)
+
+
+def traced_parts(export: Export, parts: list[Part]) -> dict[str, Any]:
+    """part -> its graph (onnx_ir.Model). Raises ValueError if the forward cannot be traced."""
     graphs = {}
     for part in parts:
         export.say(f"tracing the {part.name}")
@@ -51,9 +55,15 @@ def write(export: Export, folder: Path) -> None:
             graphs[part.name] = _traced(part)
         except Exception as error:  # of many kinds, with messages of pages
             raise ValueError(
-                f"onnx cannot hold this model: torch.export cannot trace the {part.name} of {type(model).__name__}; choose "
-                "--format dense"
+                f"onnx cannot hold this model: torch.export cannot trace the {part.name} of {type(export.model).__name__}; "
+                "choose --format dense"
             ) from error
+    return graphs
+
+
+def write_parts(export: Export, parts: list[Part], graphs: dict[str, Any], folder: Path) -> None:
+    """Write the graphs of the parts to `folder`, and compare. Raises ValueError as `write` does."""
+    model = export.model
     seeded = _seeded_tensors(model)
     limit = tolerance(model, parts)
     forms = list(_FORMS) if seeded and export.quantization is None else ["uint24"]
