@@ -14,7 +14,8 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="onnx, torch (.pt2 files), aotinductor, executorch, ctranslate2, or dense (without hf_freeze)."
+            help="onnx, torch (.pt2 files), aotinductor, executorch, ctranslate2, transformers-js (browsers), or dense (without "
+            "hf_freeze)."
         ),
     ],
     quantization: Annotated[
@@ -34,6 +35,9 @@ def export(
             "share of equal top choices, BLEU / 100 of translations."
         ),
     ] = None,
+    page: Annotated[
+        bool, typer.Option("--page", help="With transformers-js: a web page that runs the model, for any static host. Needs npm.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the folder even if it holds no earlier export.")
@@ -50,6 +54,6 @@ def export(
 
     with terminal.one_line_errors():
         lines = shared.texts_in(texts, "lines", column) if texts else None
-        options = {"quantization": quantization, "out": out, "force": force, "texts": lines, "say": terminal.say}
+        options = {"quantization": quantization, "out": out, "force": force, "texts": lines, "say": terminal.say, "page": page}
         folder = export_model(model, format, min_fidelity=min_fidelity, **options)
         terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

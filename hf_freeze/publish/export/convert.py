@@ -29,6 +29,7 @@ from hf_freeze.publish.export import (
 )
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
+from hf_freeze.publish.export.page import check_page, write_page
 from hf_freeze.publish.export.served import check_fidelity
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
 
@@ -59,6 +60,7 @@ def export_model(
     force: bool = False,
     texts: Iterable[Any] | None = None,
     min_fidelity: float | None = None,
+    page: bool = False,
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
     """Write the model of a directory or Hub id in another format; returns the folder, which needs no hf_freeze.
@@ -72,7 +74,8 @@ def export_model(
 
     `onnx`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
     `ctranslate2` and `dense` they are merged, and `say` gets what that costs in bytes. The exported model is compared with
-    PyTorch before it is quantized.
+    PyTorch before it is quantized. `page`: for `transformers-js`, write a web page that runs the model too, with the runtime, which
+    npm gets.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
     format cannot represent, an `out` that must not be replaced, an engine whose results differ from PyTorch's, and a
@@ -84,6 +87,12 @@ def export_model(
     if quantization is not None and quantization not in kind.quantizations:
         choices = f"choose from {list(kind.quantizations)}" if kind.quantizations else "it has none"
         raise ValueError(f"unknown quantization {quantization!r} for {format}; {choices}")
+    if page and not kind.for_browsers:
+        raise ValueError(f"{format} has no page; choose transformers-js, or export without --page")
+    if min_fidelity is not None and kind.for_browsers:
+        raise ValueError(f"min_fidelity={min_fidelity:g}: {format} opens in browsers alone; measure onnx, which has the same graphs")
+    if page:
+        check_page()
     is_calibrated = quantization in kind.calibrated
     compared: list[Any] = []
     if min_fidelity is not None:
@@ -101,6 +110,8 @@ def export_model(
     model, task = _open(source)
     tokenizer = load_tokenizer(source)
     _check_model(model, task, tokenizer, source, format)
+    if page:
+        check_page(task)
     if is_calibrated:
         recording.check_model(model, tokenizer, str(quantization))
     row_steps: dict[bytes, float] = {}
@@ -119,6 +130,8 @@ def export_model(
     with whole_folder(folder) as written:
         kind.write(export, written)
         _write_beside(export, source, format, written)
+        if page:
+            write_page(export, written)
         if min_fidelity is not None:
             say("comparing with the original on the texts")
             check_fidelity(source, written, compared, min_fidelity, say)

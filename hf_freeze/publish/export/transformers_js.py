@@ -27,12 +27,13 @@ from hf_freeze.model.config import native_config
 from hf_freeze.publish.export import onnx_nodes
 from hf_freeze.publish.export.caches import PAST, PRESENT
 from hf_freeze.publish.export.comparison import largest_difference, tolerance
-from hf_freeze.publish.export.engine_parts import Part, cross_attention, engine_parts
+from hf_freeze.publish.export.engine_parts import Part, cross_attention, engine_parts, positions
 from hf_freeze.publish.export.folders import Export, Format
 from hf_freeze.publish.export.onnx import FORMAT as ONNX
 from hf_freeze.publish.export.onnx import traced_parts, write_parts
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed
 from hf_freeze.publish.export.runners import OnnxRunner
+from hf_freeze.publish.sentence_files import read_sentence_files
 
 SUFFIXES = {"fp32": "", "fp16": "_fp16", "int8": "_quantized"}
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "int8": "q8"}  # as transformers.js calls them
@@ -95,10 +96,14 @@ def write_configs(export: Export, folder: Path) -> None:
     if export.quantization is not None:  # or else it takes int8
         setattr(config, "transformers.js_config", {"dtype": DTYPES[export.quantization]})
     config.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
     if export.task == "causal-lm" and export.tokenizer("").input_ids:  # without this, no token comes before a text
-        path = folder / "tokenizer_config.json"
-        settings = json.loads(path.read_text(encoding="utf-8")) | {"add_bos_token": True}
-        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        settings["add_bos_token"] = True
+    longest = read_sentence_files(folder).get("longest") if export.task == "feature-extraction" else None
+    limits = [export.tokenizer.model_max_length, longest, *positions(config)]
+    settings["model_max_length"] = min(limit for limit in limits if limit)  # where it cuts texts
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------------
