@@ -36,7 +36,10 @@ def export(
         ),
     ] = None,
     page: Annotated[
-        bool, typer.Option("--page", help="With transformers-js: a web page that runs the model, for any static host. Needs npm.")
+        bool,
+        typer.Option(
+            "--page", help="With transformers-js: a web page that runs the model, for any static host. Needs npm."
+        ),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
     force: Annotated[
@@ -54,6 +57,13 @@ def export(
 
     with terminal.one_line_errors():
         lines = shared.texts_in(texts, "lines", column) if texts else None
-        options = {"quantization": quantization, "out": out, "force": force, "texts": lines, "say": terminal.say, "page": page}
+        options = {
+            "quantization": quantization,
+            "out": out,
+            "force": force,
+            "texts": lines,
+            "say": terminal.say,
+            "page": page,
+        }
         folder = export_model(model, format, min_fidelity=min_fidelity, **options)
         terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

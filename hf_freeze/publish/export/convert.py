@@ -90,7 +90,9 @@ def export_model(
     if page and not kind.for_browsers:
         raise ValueError(f"{format} has no page; choose transformers-js, or export without --page")
     if min_fidelity is not None and kind.for_browsers:
-        raise ValueError(f"min_fidelity={min_fidelity:g}: {format} opens in browsers alone; measure onnx, which has the same graphs")
+        raise ValueError(
+            f"min_fidelity={min_fidelity:g}: {format} opens in browsers alone; measure onnx, which has the same graphs"
+        )
     if page:
         check_page()
     is_calibrated = quantization in kind.calibrated

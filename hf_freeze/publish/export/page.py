@@ -1,8 +1,8 @@
 """A web page beside an export for browsers: it translates, labels or compares a sentence, on any static host and without a network.
 
-    index.html    the page
-    README.md     for a static Space of the Hub, whose headers allow threads
-    runtime/      transformers.js and ONNX Runtime, from npm
+index.html    the page
+README.md     for a static Space of the Hub, whose headers allow threads
+runtime/      transformers.js and ONNX Runtime, from npm
 """
 
 import json
@@ -109,7 +109,9 @@ def _sentences(folder: Path) -> dict[str, Any]:
     mode = found.get("mode", "mean")
     if mode not in _POOLING or found.get("dense"):
         kind = "layers after its pooling" if found.get("dense") else f"the pooling {mode}"
-        raise ValueError(f"this sentence encoder has {kind}, and transformers.js has {', '.join(_POOLING)} alone; export without --page")
+        raise ValueError(
+            f"this sentence encoder has {kind}, and transformers.js has {', '.join(_POOLING)} alone; export without --page"
+        )
     return {
         "options": {"pooling": _POOLING[mode], "normalize": True},
         "prompt": found.get("prompt", ""),
@@ -137,7 +139,9 @@ def _packed(package: str, version: str, folder: Path) -> Path:
     archives = list(folder.glob("*.tgz"))
     if done.returncode or not archives:
         reason = re.sub(r"\s+", " ", done.stderr).strip()[:200] or "no message"
-        raise ValueError(f"npm cannot get {package}@{version}: {reason}; set {PACKAGES} to a folder node_modules instead")
+        raise ValueError(
+            f"npm cannot get {package}@{version}: {reason}; set {PACKAGES} to a folder node_modules instead"
+        )
     with tarfile.open(archives[0]) as archive:
         archive.extractall(folder, filter="data")
     return folder / "package"

@@ -70,9 +70,7 @@ def write(export: Export, folder: Path) -> None:
                     _compare(export, parts, folder / FOLDER, kind)
 
 
-FORMAT = Format(
-    write, packages=ONNX.packages, quantizations=tuple(SUFFIXES), needs_tokenizer=True, for_browsers=True
-)
+FORMAT = Format(write, packages=ONNX.packages, quantizations=tuple(SUFFIXES), needs_tokenizer=True, for_browsers=True)
 
 
 def _check(export: Export) -> None:
@@ -245,7 +243,9 @@ def _halve(graph: Any) -> None:
         if value.const_value.dtype == onnx_ir.DataType.FLOAT and value.const_value.nbytes >= SMALL:
             halves = value.const_value.numpy().astype(np.float16)
             if np.isfinite(halves).all():
-                onnx_nodes.replace(graph, value, computed(graph, first, "Cast", halves, to=onnx_ir.DataType.FLOAT.value))
+                onnx_nodes.replace(
+                    graph, value, computed(graph, first, "Cast", halves, to=onnx_ir.DataType.FLOAT.value)
+                )
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------------
