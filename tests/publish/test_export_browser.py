@@ -25,7 +25,6 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    XLNetConfig,
     XLNetForSequenceClassification,
 )
 
@@ -40,12 +39,14 @@ TEXTS = ["der hund schläft im garten", "the cat drinks cold milk", "guten morge
 NEW = 8  # tokens
 # `load`: the part of each page that opens transformers.js. A page that fails posts its error.
 LOAD = """<!doctype html><meta charset="utf-8">
-<script type="importmap">{"imports": {"onnxruntime-web/webgpu": "./runtime/ort.wasm.min.mjs", "onnxruntime-common": "./runtime/ort.wasm.min.mjs"}}</script>
+<script type="importmap">{"imports":
+  {"onnxruntime-web/webgpu": "./runtime/ort.wasm.min.mjs", "onnxruntime-common": "./runtime/ort.wasm.min.mjs"}}</script>
 <script type="module">
 const post = value => fetch("/", { method: "POST", body: JSON.stringify(value) });
 window.onunhandledrejection = event => post({ error: String(event.reason?.stack ?? event.reason) });
 const { pipeline, env } = await import("./runtime/transformers.web.min.js");
-Object.assign(env, { allowRemoteModels: false, allowLocalModels: true, localModelPath: "./", useBrowserCache: false, useWasmCache: false });
+Object.assign(env, { allowRemoteModels: false, allowLocalModels: true, localModelPath: "./", useBrowserCache: false });
+env.useWasmCache = false;
 env.backends.onnx.wasm.wasmPaths = new URL("runtime/", location.href).href;
 """
 RUN = """
@@ -358,7 +359,7 @@ def test_the_page_says_when_another_server_does_not_let_it_read_the_model(site, 
     copy = another(site, tmp_path / "site")
     with served(site / "page") as other, served(copy) as server:
         index = copy / "page" / "index.html"
-        index.write_text(index.read_text().replace("<main>", f'<main data-model="{other.address}/">'))
+        index.write_text(index.read_text().replace("<head>", f'<head><base href="{other.address}/">'))
         said = posted_by(server, "index.html", tmp_path / "profile")
     assert f"{other.address}/" in said["fault"]
     assert "Its server must allow this page's origin" in said["fault"]
@@ -449,7 +450,7 @@ def test_what_npm_says_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("npm_config_fetch_retries", "0")
     monkeypatch.setenv("npm_config_cache", str(tmp_path / "cache"))
     with pytest.raises(
-        ValueError, match="npm cannot get @huggingface/transformers@.*set HF_FREEZE_NODE_MODULES"
+        ValueError, match=r"npm cannot get @huggingface/transformers@.*set HF_FREEZE_NODE_MODULES"
     ) as error:
         page.copy_runtime(tmp_path / "runtime")
     assert "\n" not in str(error.value)

@@ -74,8 +74,8 @@ def export_model(
 
     `onnx`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
     `ctranslate2` and `dense` they are merged, and `say` gets what that costs in bytes. The exported model is compared with
-    PyTorch before it is quantized. `page`: for `transformers-js`, write a web page that runs the model too, with the runtime, which
-    npm gets.
+    PyTorch before it is quantized. `page`: for `transformers-js`, also write a web page that runs the model, with the
+    runtime, which npm gets.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
     format cannot represent, an `out` that must not be replaced, an engine whose results differ from PyTorch's, and a

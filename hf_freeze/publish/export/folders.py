@@ -35,8 +35,7 @@ class Format:
 
     `packages`: what it needs. `quantizations`: types of weights; those in `calibrated` need texts, those in `round_inputs` round
     the inputs of linears too. `tasks`: model type -> tasks; None: all of every family. `keeps_structure`: the methods of a
-    variant stay; otherwise they are merged. `for_browsers`: the folder is for transformers.js, with the config of the native model,
-    and opens in a browser alone.
+    variant stay; otherwise they are merged. `for_browsers`: the folder opens in a browser alone.
     """
 
     write: Callable[[Export, Path], None]

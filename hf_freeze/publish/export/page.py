@@ -1,11 +1,10 @@
-"""A web page beside an export for browsers: it translates, labels or compares a sentence, on any static host and without a network.
+"""A web page beside an export for browsers: it answers sentences, on any static host and without a network.
 
 index.html    the page
 README.md     for a static Space of the Hub, whose headers allow threads
 runtime/      transformers.js and ONNX Runtime, from npm
 """
 
-import json
 import os
 import re
 import shutil

@@ -40,7 +40,7 @@ DTYPES = {"fp32": "fp32", "fp16": "fp16", "int8": "q8"}  # as transformers.js ca
 FOLDER = "onnx"
 _MOST = 2**31 - 1  # bytes of a file of ONNX with its weights
 _STATES, _CACHED = "encoder_hidden_states", "use_cache_branch"
-_ENCODERS = "albert bert camembert convbert deberta deberta-v2 distilbert electra esm modernbert mpnet roberta roformer xlm-roberta"
+_ENCODERS = "albert bert camembert convbert deberta-v2 distilbert electra esm mpnet roberta roformer xlm-roberta"
 # task -> the model types that are tested, of those that transformers.js 4.3 has classes for
 TYPES = {
     "feature-extraction": _ENCODERS,
