@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 NOTEBOOKS_STAMP := $(VENV)/.installed-notebooks
 
-.PHONY: demo test test-full test-all test-tiers docs notebooks families versions results-check quality style wheel clean
+.PHONY: demo demo-page test test-full test-all test-tiers docs notebooks families versions results-check quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -19,6 +19,12 @@ demo: $(STAMP)  ## the freeze ablation of translation and language models on the
 	$(BIN)/hf-freeze run recipes/freeze_ablation/recipe.yaml --out runs/demo --jobs 2
 	$(BIN)/hf-freeze run recipes/freeze_ablation/lm.yaml --out runs/demo-lm --jobs 2
 	@echo "Open runs/demo/report.html and runs/demo-lm/report.html in a browser."
+
+demo-page: $(STAMP)  ## a small translator of the built-in language, and a web page that runs it in the browser, about a minute; needs npm
+	$(BIN)/hf-freeze run recipes/freeze_ablation/recipe.yaml --set 'only=["0"]' --out runs/demo-page
+	$(BIN)/hf-freeze export runs/demo-page/row-0-seed-1/model --format transformers-js --quantization int8 --page --out runs/demo-page/site
+	@echo "Run: python3 -m http.server --bind 127.0.0.1 --directory runs/demo-page/site"
+	@echo "Then open http://127.0.0.1:8000 and type: simdi homor pyhiz nukostu."
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 

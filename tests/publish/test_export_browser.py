@@ -61,7 +61,7 @@ for (const dtype of ["fp32", "fp16", "q8"]) {
     rows.vectors.push((await vector(text, { pooling: "mean", normalize: true })).tolist()[0]);
     rows.translations.push((await translate(text, { max_new_tokens: NEW }))[0].translation_text);
   }
-  for (const name of ["llama", "gpt2"]) {
+  for (const name of dtype === "fp32" ? ["llama", "gpt2"] : []) {
     const go_on = await open("text-generation", name);
     for (const text of TEXTS) rows[name].push((await go_on(text, { max_new_tokens: NEW, do_sample: false }))[0].generated_text);
   }
@@ -154,7 +154,8 @@ def test_a_browser_answers_as_python_does(packages, with_packages, tmp_path):
     site.mkdir()
     page.copy_runtime(site / "runtime")
     for name, folder in models.items():
-        export_model(folder, "transformers-js", out=site / name)
+        one = "fp32" if name in ("llama", "gpt2") else None
+        export_model(folder, "transformers-js", out=site / name, quantization=one)
     (site / "index.html").write_text(
         LOAD + RUN.replace("TEXTS", json.dumps(TEXTS)).replace("NEW", str(NEW)), encoding="utf-8"
     )
@@ -176,7 +177,7 @@ def test_a_browser_answers_as_python_does(packages, with_packages, tmp_path):
         states = session.run(["last_hidden_state"], {one.name: inputs[one.name] for one in session.get_inputs()})[0]
         mean = states.mean(1)[0]
         assert np.dot(mean / np.linalg.norm(mean), vector) > 0.9999
-    assert all(len(rows) == len(TEXTS) for rows in found["q8"].values())
+    assert all(found["q8"]["translations"])
 
 
 # -- files -------------------------------------------------------------------------------------------------------------------
@@ -369,8 +370,11 @@ def test_the_page_says_when_another_server_does_not_let_it_read_the_model(site, 
 def test_the_page_speaks_where_nothing_can_run(site, tmp_path):
     index = site / "page" / "index.html"
     assert "This page was opened from a file" in _fault(dump_page(index.as_uri(), tmp_path / "file")[0])
-    with served(site) as server:
-        shown = dump_page(f"{server.address}/page/", tmp_path / "wasm", "--js-flags=--noexpose-wasm")[0]
+    copy = another(site, tmp_path / "site")
+    without = index.read_text().replace("<head>", "<head><script>delete window.WebAssembly;</script>")
+    (copy / "page" / "index.html").write_text(without)
+    with served(copy) as server:
+        shown = dump_page(f"{server.address}/page/", tmp_path / "wasm")[0]
     assert "This browser has no WebAssembly" in _fault(shown)
 
 

@@ -49,7 +49,7 @@ from hf_freeze.publish.export.served import served_fidelity
 from hf_freeze.publish.export.torch_export import traced
 
 ENGINE = {"intra_op_num_threads": 1}
-KEEPING = [name for name, kind in FORMATS.items() if kind.keeps_structure]
+KEEPING = [name for name, kind in FORMATS.items() if kind.keeps_structure and not kind.for_browsers]
 
 
 def size(folder: Path, *kinds: str) -> int:

@@ -93,8 +93,6 @@ def export_model(
         raise ValueError(
             f"min_fidelity={min_fidelity:g}: {format} opens in browsers alone; measure onnx, which has the same graphs"
         )
-    if page:
-        check_page()
     is_calibrated = quantization in kind.calibrated
     compared: list[Any] = []
     if min_fidelity is not None:
@@ -113,7 +111,7 @@ def export_model(
     tokenizer = load_tokenizer(source)
     _check_model(model, task, tokenizer, source, format)
     if page:
-        check_page(task)
+        check_page(task, source)
     if is_calibrated:
         recording.check_model(model, tokenizer, str(quantization))
     row_steps: dict[bytes, float] = {}

@@ -46,20 +46,22 @@ _ENVIRONMENT = jinja2.Environment(
 )
 
 
-def check_page(task: str | None = None) -> None:
-    """Raises ValueError if there is no npm and no folder in its place, and for a task that the page does not show."""
-    if task is not None and task not in PAGES:
+def check_page(task: str, source: str | os.PathLike[str]) -> None:
+    """Raises ValueError if there is no npm and no folder in its place, for a task that the page does not show, and for a sentence
+    encoder whose pooling transformers.js does not have."""
+    if task not in PAGES:
         raise ValueError(f"the page has no place for {task}; choose from {', '.join(PAGES)}, or export without --page")
     if PACKAGES not in os.environ and shutil.which("npm") is None:
         raise ValueError(
             f"--page needs npm, which is missing: install Node.js, or set {PACKAGES} to a folder node_modules that has "
             f"{_named(VERSIONS)}"
         )
+    if task == "feature-extraction":
+        _sentences(source)
 
 
 def write_page(export: Export, folder: Path) -> None:
-    """Write the page beside the exported files in `folder`. Raises ValueError if npm cannot get the packages, and for a sentence
-    encoder whose pooling transformers.js does not have."""
+    """Write the page beside the exported files in `folder`. Raises ValueError if npm cannot get the packages."""
     settings = _settings(export, folder)
     export.say("copying transformers.js and ONNX Runtime")
     copy_runtime(folder / "runtime")
@@ -102,9 +104,9 @@ def _new_tokens(export: Export) -> int:
     return min(count, limit - 1) if limit else count
 
 
-def _sentences(folder: Path) -> dict[str, Any]:
-    """How a text becomes a vector."""
-    found = read_sentence_files(folder)
+def _sentences(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """How a text becomes a vector. Raises ValueError for a way that transformers.js does not have."""
+    found = read_sentence_files(source)
     mode = found.get("mode", "mean")
     if mode not in _POOLING or found.get("dense"):
         kind = "layers after its pooling" if found.get("dense") else f"the pooling {mode}"
