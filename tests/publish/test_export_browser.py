@@ -439,7 +439,7 @@ def test_the_page_is_refused_where_it_cannot_be(translator, tmp_path, monkeypatc
     monkeypatch.setenv(PACKAGES, str(tmp_path))
     refused(
         translator,
-        "has no dist/transformers.web.min.js; it should hold @huggingface/transformers@",
+        "has no transformers.web.min.js; it should hold @huggingface/transformers@",
         page=True,
         quantization="fp32",
     )
@@ -460,8 +460,7 @@ def test_what_npm_says_is_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_a_sentence_encoder_with_another_pooling_has_no_page(tmp_path, monkeypatch):
-    monkeypatch.setenv(PACKAGES, str(tmp_path))
+def test_a_sentence_encoder_with_another_pooling_has_no_page(with_packages, tmp_path):
     tokenizer = wordpiece(tmp_path)
     source = save(tmp_path / "encoder", moved(BertModel(BertConfig(**SMALL, vocab_size=len(tokenizer)))), tokenizer)
     (source / "1_Pooling").mkdir()

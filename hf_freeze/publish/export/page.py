@@ -22,7 +22,9 @@ from hf_freeze.publish.export.folders import Export
 from hf_freeze.publish.export.transformers_js import DTYPES, FOLDER, SUFFIXES
 from hf_freeze.publish.sentence_files import read_sentence_files
 
-PACKAGES = "HF_FREEZE_NODE_MODULES"  # environment variable: a folder node_modules with the packages, in place of npm
+PACKAGES = (
+    "HF_FREEZE_NODE_MODULES"  # environment variable: a folder node_modules with the packages, to use instead of npm
+)
 VERSIONS = {"@huggingface/transformers": "4.3.2", "onnxruntime-web": "1.31.0-dev.20260914-8d85527a0"}
 _FILES = {
     "@huggingface/transformers": ("dist/transformers.web.min.js", "LICENSE"),
@@ -47,11 +49,15 @@ _ENVIRONMENT = jinja2.Environment(
 
 
 def check_page(task: str, source: str | os.PathLike[str]) -> None:
-    """Raises ValueError if there is no npm and no folder in its place, for a task that the page does not show, and for a sentence
+    """Raises ValueError without npm and without a folder to use instead, for a task that the page does not show, and for a sentence
     encoder whose pooling transformers.js does not have."""
     if task not in PAGES:
         raise ValueError(f"the page has no place for {task}; choose from {', '.join(PAGES)}, or export without --page")
-    if PACKAGES not in os.environ and shutil.which("npm") is None:
+    given = os.environ.get(PACKAGES)
+    if given:
+        for package in VERSIONS:
+            _files(package, Path(given) / package)
+    elif shutil.which("npm") is None:
         raise ValueError(
             f"--page needs npm, which is missing: install Node.js, or set {PACKAGES} to a folder node_modules that has "
             f"{_named(VERSIONS)}"
@@ -127,10 +133,17 @@ def copy_runtime(folder: Path) -> None:
     for package, version in VERSIONS.items():
         with tempfile.TemporaryDirectory() as temporary:
             source = Path(given) / package if given else _packed(package, version, Path(temporary))
-            for name in _FILES[package]:
-                if not (source / name).is_file():
-                    raise ValueError(f"{source} has no {name}; it should hold {package}@{version} of npm")
-                shutil.copyfile(source / name, folder / Path(name).name)
+            for path in _files(package, source):
+                shutil.copyfile(path, folder / path.name)
+
+
+def _files(package: str, source: Path) -> list[Path]:
+    """Those that the page needs, of the package in the folder `source`. Raises ValueError if one is missing."""
+    paths = [source / name for name in _FILES[package]]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"{source} has no {path.name}; it should hold {package}@{VERSIONS[package]} of npm")
+    return paths
 
 
 def _packed(package: str, version: str, folder: Path) -> Path:

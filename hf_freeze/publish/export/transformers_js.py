@@ -1,12 +1,12 @@
-"""Exports for web browsers: the folder that `@huggingface/transformers` 4 of npm opens, on ONNX Runtime in WebAssembly.
+"""Exports for web browsers: the folder that `@huggingface/transformers` 4 of npm opens with ONNX Runtime in WebAssembly.
 
     config.json   of the native model, by whose type transformers.js chooses a class
     onnx/         model.onnx; of a translator encoder_model.onnx and decoder_model_merged.onnx; each in one file, with its weights
 
-`_fp16` and `_quantized` end the names of files in these formats, which transformers.js calls the dtypes fp16 and q8. Weights of
-fp16 are computed with in fp32, as WebAssembly has no products in fp16. Graphs are those of `onnx`, so what is smaller stays
-smaller. Inputs and outputs have the names of optimum. transformers.js reads the shapes of the past from the file, so layers may
-have different numbers of heads.
+Names of files in fp16 end in `_fp16`, in int8 in `_quantized`; transformers.js calls them the dtypes fp16 and q8. fp16 is for
+storage: products are in fp32, as WebAssembly has none in fp16. Graphs are those of `onnx`, so what is smaller stays smaller.
+Inputs and outputs have the names of optimum. transformers.js reads the shapes of the past from the file, so layers may have
+different numbers of heads.
 
 Shapes: B rows, S source tokens, H hidden size.
 """
@@ -39,6 +39,13 @@ SUFFIXES = {"fp32": "", "fp16": "_fp16", "int8": "_quantized"}
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "int8": "q8"}  # as transformers.js calls them
 FOLDER = "onnx"
 _MOST = 2**31 - 1  # bytes of a file of ONNX with its weights
+_FROM_PADDING = (
+    "camembert",
+    "esm",
+    "mpnet",
+    "roberta",
+    "xlm-roberta",
+)  # their first position follows that of the pad token
 _STATES, _CACHED = "encoder_hidden_states", "use_cache_branch"
 _ENCODERS = "albert bert camembert convbert deberta-v2 distilbert electra esm mpnet roberta roformer xlm-roberta"
 # task -> the model types that are tested, of those that transformers.js 4.3 has classes for
@@ -99,7 +106,8 @@ def write_configs(export: Export, folder: Path) -> None:
     if export.task == "causal-lm" and export.tokenizer("").input_ids:  # without this, no token comes before a text
         settings["add_bos_token"] = True
     longest = read_sentence_files(folder).get("longest") if export.task == "feature-extraction" else None
-    limits = [export.tokenizer.model_max_length, longest, *positions(config)]
+    unused = config.pad_token_id + 1 if config.model_type in _FROM_PADDING else 0
+    limits = [export.tokenizer.model_max_length, longest, *(limit - unused for limit in positions(config))]
     settings["model_max_length"] = min(limit for limit in limits if limit)  # where it cuts texts
     path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
