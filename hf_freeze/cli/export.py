@@ -51,6 +51,8 @@ def export(
     Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format onnx --quantization int8
 
     Example: hf-freeze export MODEL --format onnx --quantization int8 --texts held-out.txt --min-fidelity 0.98
+
+    Example: hf-freeze export MODEL --format transformers-js --page
     """
     from hf_freeze.io import bytes_of
     from hf_freeze.publish.export import export_model

@@ -49,8 +49,8 @@ _ENVIRONMENT = jinja2.Environment(
 
 
 def check_page(task: str, source: str | os.PathLike[str]) -> None:
-    """Raises ValueError without npm and without a folder to use instead, for a task that the page does not show, and for a sentence
-    encoder whose pooling transformers.js does not have."""
+    """Raises ValueError without npm and without a folder to use instead, for a task that the page does not show, and for a
+    sentence encoder whose pooling transformers.js does not have."""
     if task not in PAGES:
         raise ValueError(f"the page has no place for {task}; choose from {', '.join(PAGES)}, or export without --page")
     given = os.environ.get(PACKAGES)

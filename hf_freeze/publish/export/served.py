@@ -25,7 +25,6 @@ from hf_freeze.model.samples import MOST_TOKENS, longest_of
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Generator, CTranslate2Translator
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import mark_of
-from hf_freeze.publish.export.runners import RUNNERS
 from hf_freeze.publish.export.served_answers import answers_of, decoded
 from hf_freeze.publish.export.served_questions import Questions, vocabulary_of
 from hf_freeze.publish.export.served_questions import Served as Served
@@ -46,10 +45,6 @@ def opened(source: str | os.PathLike[str], tokenizer: Any = None) -> Served:
     elif kind in (None, "dense"):
         model = load_model(source).float().eval()
         task = task_of(model)
-    elif kind not in RUNNERS:
-        raise ValueError(
-            f"{source} is an export for {kind}, which opens in browsers alone; export to onnx, which has the same graphs"
-        )
     else:
         options = {"intra_op_num_threads": torch.get_num_threads()} if kind == "onnx" else {}
         model = CLASSES[task].from_pretrained(folder, engine=options)
