@@ -18,10 +18,12 @@ NAMES = "names.json"  # within a file of torch.export, and as a suffix beside on
 
 
 def open_parts(folder: Path, format: str, options: dict[str, Any]) -> dict[str, Any]:
-    """part -> its runner. `options`: settings of the engine. Raises ValueError for a format of browsers, a folder without parts, a
-    file that cannot be opened, and an unknown setting."""
+    """part -> its runner. `options`: settings of the engine. Raises ValueError for a format of browsers, a folder without
+    parts, a file that cannot be opened, and an unknown setting."""
     if format not in RUNNERS:
-        raise ValueError(f"{folder} is an export for {format}, which opens in browsers alone; export to onnx, with the same graphs")
+        raise ValueError(
+            f"{folder} is for {format}, which opens in browsers alone; export to onnx, which has the same graphs"
+        )
     suffix, opened = RUNNERS[format]
     files = sorted(folder.glob(f"*{suffix}"))
     if not files:
