@@ -6,6 +6,8 @@ Python runs, YAML loads as a recipe, and every command of a shell block is check
 import io
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -81,6 +83,8 @@ def check_page(blocks: list[Block], folder: Path) -> None:
             _check_shell(block, folder)
         elif block.language == "yaml":
             _load_yaml(block, folder)
+        elif block.language == "javascript":
+            _check_javascript(block)
         else:
             raise AssertionError(f"{block.place}: no check for {block.language!r}")
 
@@ -109,6 +113,14 @@ def _check_shell(block: Block, folder: Path) -> None:
                 _check_command(words, folder)
             except Exception as error:
                 raise AssertionError(f"{block.place}: {shlex.join(words)}: {error!r}") from error
+
+
+def _check_javascript(block: Block) -> None:
+    """Check its syntax, where Node.js is installed."""
+    if node := shutil.which("node"):
+        command = [node, "--input-type=module", "--check", "-"]
+        done = subprocess.run(command, input=block.code, capture_output=True, text=True)
+        assert done.returncode == 0, f"{block.place}: {done.stderr}"
 
 
 def _commands(line: str) -> list[list[str]]:
