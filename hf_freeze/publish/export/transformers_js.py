@@ -30,7 +30,7 @@ from hf_freeze.publish.export.comparison import largest_difference, tolerance
 from hf_freeze.publish.export.engine_parts import Part, cross_attention, engine_parts, positions
 from hf_freeze.publish.export.folders import Export, Format
 from hf_freeze.publish.export.onnx import FORMAT as ONNX
-from hf_freeze.publish.export.onnx import traced_parts, write_parts
+from hf_freeze.publish.export.onnx import STORED, traced_parts, write_parts
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed
 from hf_freeze.publish.export.runners import OnnxRunner
 from hf_freeze.publish.sentence_files import read_sentence_files
@@ -249,7 +249,8 @@ def _halve(graph: Any) -> None:
     first = next(iter(graph))
     for value in list(graph.initializers.values()):
         if value.const_value.dtype == onnx_ir.DataType.FLOAT and value.const_value.nbytes >= SMALL:
-            halves = value.const_value.numpy().astype(np.float16)
+            with np.errstate(over="ignore"):
+                halves = value.const_value.numpy().astype(np.float16)
             if np.isfinite(halves).all():
                 onnx_nodes.replace(
                     graph, value, computed(graph, first, "Cast", halves, to=onnx_ir.DataType.FLOAT.value)
@@ -264,7 +265,7 @@ def _compare(export: Export, parts: list[Part], folder: Path, kind: str) -> None
     runners = {part.name: _runner(part, folder, SUFFIXES[kind]) for part in parts}
     difference = largest_difference(parts, runners)
     limit = tolerance(export.model, parts) if kind == "fp32" else float("inf")
-    if not difference <= max(limit, 1e-4):
+    if not difference <= max(limit, STORED):  # to which numbers that a seed generates may be stored in 16 bits
         raise ValueError(
             f"the files in {kind} do not compute the same as {type(export.model).__name__}: outputs differ by "
             f"{difference:.3g}, and rounding explains {limit:.3g}; choose --format onnx"
@@ -274,8 +275,8 @@ def _compare(export: Export, parts: list[Part], folder: Path, kind: str) -> None
 
 def _runner(part: Part, folder: Path, suffix: str) -> Any:
     """Runs a part by the file that holds it."""
-    name = {"encoder": "encoder_model", "model": "model"}.get(part.name, "decoder_model_merged")
-    run = OnnxRunner(folder / f"{name}{suffix}.onnx")
+    file = {"encoder": "encoder_model", "model": "model"}.get(part.name, "decoder_model_merged")
+    run = OnnxRunner(folder / f"{file}{suffix}.onnx")
 
     def outputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = len(next(iter(inputs.values())))
