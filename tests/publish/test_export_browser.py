@@ -123,10 +123,19 @@ def sources(folder: Path) -> dict[str, Path]:
     return {
         "classifier": save(folder / "classifier", make_variant(classifier, [sparse]), pieces),
         "encoder": save(folder / "encoder", encoder, pieces),
-        "translator": pruned_translator(folder / "translator"),
         "llama": save(folder / "llama", make_variant(llama, [uneven]), characters),
         "gpt2": save(folder / "gpt2", moved(GPT2LMHeadModel(gpt2)), bytewise),
     }
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    return pruned_translator(tmp_path_factory.mktemp("translator"))
+
+
+@pytest.fixture(scope="module")
+def exported(translator, tmp_path_factory):
+    return export_model(translator, "transformers-js", out=tmp_path_factory.mktemp("exported") / "out")
 
 
 @torch.no_grad()
@@ -148,7 +157,7 @@ def expected_of(folder: Path) -> list:
 
 
 @needs_browser
-def test_a_browser_answers_as_python_does(packages, with_packages, tmp_path):
+def test_a_browser_answers_as_python_does(translator, exported, with_packages, tmp_path):
     models = sources(tmp_path / "sources")
     site = tmp_path / "site"
     site.mkdir()
@@ -156,13 +165,14 @@ def test_a_browser_answers_as_python_does(packages, with_packages, tmp_path):
     for name, folder in models.items():
         one = "fp32" if name in ("llama", "gpt2") else None
         export_model(folder, "transformers-js", out=site / name, quantization=one)
+    shutil.copytree(exported, site / "translator")
     (site / "index.html").write_text(
         LOAD + RUN.replace("TEXTS", json.dumps(TEXTS)).replace("NEW", str(NEW)), encoding="utf-8"
     )
     with served(site) as server:
         found = posted_by(server, "index.html", tmp_path / "profile")
     assert "error" not in found, found
-    expected = {name: expected_of(folder) for name, folder in models.items()}
+    expected = {name: expected_of(folder) for name, folder in (models | {"translator": translator}).items()}
     for dtype, tolerance in {"fp32": 1e-4, "fp16": 0.02}.items():
         assert [one["label"] for one in found[dtype]["labels"]] == [label for label, _ in expected["classifier"]]
         scores = [one["score"] for one in found[dtype]["labels"]]
@@ -183,13 +193,8 @@ def test_a_browser_answers_as_python_does(packages, with_packages, tmp_path):
 # -- files -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def translator(tmp_path_factory):
-    return pruned_translator(tmp_path_factory.mktemp("translator"))
-
-
-def test_a_folder_has_the_files_that_transformers_js_asks_for(translator, tmp_path):
-    folder = export_model(translator, "transformers-js", out=tmp_path / "out")
+def test_a_folder_has_the_files_that_transformers_js_asks_for(exported):
+    folder = exported
     parts = {"encoder_model", "decoder_model_merged"}
     assert {path.name for path in (folder / "onnx").iterdir()} == {
         f"{part}{suffix}.onnx" for part in parts for suffix in ("", "_fp16", "_quantized")
@@ -204,9 +209,15 @@ def test_a_folder_has_the_files_that_transformers_js_asks_for(translator, tmp_pa
     assert shapes["use_cache_branch"] == [1]
 
 
-def test_a_folder_in_one_format_says_which(translator, tmp_path):
-    folder = export_model(translator, "transformers-js", out=tmp_path / "out", quantization="fp16")
-    assert {path.stem for path in (folder / "onnx").iterdir()} == {"encoder_model_fp16", "decoder_model_merged_fp16"}
+def small_encoder(folder: Path) -> Path:
+    tokenizer = wordpiece(folder)
+    sizes = SMALL | {"num_hidden_layers": 1, "vocab_size": len(tokenizer), "max_position_embeddings": 40}
+    return save(folder, moved(BertModel(BertConfig(**sizes))), tokenizer)
+
+
+def test_a_folder_in_one_format_says_which(tmp_path):
+    folder = export_model(small_encoder(tmp_path / "encoder"), "transformers-js", quantization="fp16")
+    assert [path.stem for path in (folder / "onnx").iterdir()] == ["model_fp16"]
     assert json.loads((folder / "config.json").read_text())["transformers.js_config"] == {"dtype": "fp16"}
 
 
@@ -240,12 +251,7 @@ def test_a_graph_that_computes_something_else_is_refused(translator, tmp_path, m
 
 
 def test_texts_are_cut_where_positions_end_or_the_sentence_files_say(tmp_path):
-    tokenizer = wordpiece(tmp_path)
-    source = save(
-        tmp_path / "encoder",
-        moved(BertModel(BertConfig(**SMALL, vocab_size=len(tokenizer), max_position_embeddings=40))),
-        tokenizer,
-    )
+    source = small_encoder(tmp_path / "encoder")
     limit = lambda folder: json.loads((folder / "tokenizer_config.json").read_text())["model_max_length"]  # noqa: E731
     assert limit(export_model(source, "transformers-js", quantization="fp32")) == 40
     (source / "modules.json").write_text(json.dumps([{"path": "", "type": "sentence_transformers.models.Transformer"}]))
@@ -461,8 +467,7 @@ def test_what_npm_says_is_one_line(tmp_path, monkeypatch):
 
 
 def test_a_sentence_encoder_with_another_pooling_has_no_page(with_packages, tmp_path):
-    tokenizer = wordpiece(tmp_path)
-    source = save(tmp_path / "encoder", moved(BertModel(BertConfig(**SMALL, vocab_size=len(tokenizer)))), tokenizer)
+    source = small_encoder(tmp_path / "encoder")
     (source / "1_Pooling").mkdir()
     (source / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_max_tokens": True}))
     modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
@@ -479,7 +484,6 @@ def test_fidelity_is_measured_in_another_format(translator):
     refused(translator, "opens in browsers alone; measure onnx", min_fidelity=0.9, texts=SOURCE)
 
 
-def test_a_folder_for_browsers_is_not_opened_in_python(translator, tmp_path):
-    folder = export_model(translator, "transformers-js", out=tmp_path / "out", quantization="fp32")
+def test_a_folder_for_browsers_is_not_opened_in_python(exported):
     with pytest.raises(ValueError, match="opens in browsers alone"):
-        opened(folder)
+        opened(exported)
