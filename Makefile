@@ -20,7 +20,7 @@ demo: $(STAMP)  ## the freeze ablation of translation and language models on the
 	$(BIN)/hf-freeze run recipes/freeze_ablation/lm.yaml --out runs/demo-lm --jobs 2
 	@echo "Open runs/demo/report.html and runs/demo-lm/report.html in a browser."
 
-demo-page: $(STAMP)  ## a small translator of the built-in language, and a web page that runs it in the browser, about a minute; needs npm
+demo-page: $(STAMP)  ## a small translator of the built-in language, and a web page that runs it in the browser, about two minutes; needs npm
 	$(BIN)/hf-freeze run recipes/freeze_ablation/recipe.yaml --set 'only=["0"]' --out runs/demo-page
 	$(BIN)/hf-freeze export runs/demo-page/row-0-seed-1/model --format transformers-js --quantization int8 --page --out runs/demo-page/site
 	@echo "Run: python3 -m http.server --bind 127.0.0.1 --directory runs/demo-page/site"

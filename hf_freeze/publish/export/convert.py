@@ -78,8 +78,8 @@ def export_model(
     runtime, which npm gets.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
-    format cannot represent, an `out` that must not be replaced, an engine whose results differ from PyTorch's, and a
-    fidelity below `min_fidelity`.
+    format cannot represent, a page that cannot be written, an `out` that must not be replaced, an engine whose results differ
+    from PyTorch's, and a fidelity below `min_fidelity`.
     """
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; choose from {list(FORMATS)}")
@@ -87,12 +87,7 @@ def export_model(
     if quantization is not None and quantization not in kind.quantizations:
         choices = f"choose from {list(kind.quantizations)}" if kind.quantizations else "it has none"
         raise ValueError(f"unknown quantization {quantization!r} for {format}; {choices}")
-    if page and not kind.for_browsers:
-        raise ValueError(f"{format} has no page; choose transformers-js, or export without --page")
-    if min_fidelity is not None and kind.for_browsers:
-        raise ValueError(
-            f"min_fidelity={min_fidelity:g}: {format} opens in browsers alone; measure onnx, which has the same graphs"
-        )
+    _check_browsers(format, page, min_fidelity)
     is_calibrated = quantization in kind.calibrated
     compared: list[Any] = []
     if min_fidelity is not None:
@@ -136,6 +131,16 @@ def export_model(
             say("comparing with the original on the texts")
             check_fidelity(source, written, compared, min_fidelity, say)
     return folder
+
+
+def _check_browsers(format: str, page: bool, min_fidelity: float | None) -> None:
+    """Raises ValueError for a page of another format, and for a fidelity that is asked of one that opens in browsers alone."""
+    if page and not FORMATS[format].for_browsers:
+        raise ValueError(f"{format} has no page; choose transformers-js, or export without --page")
+    if min_fidelity is not None and FORMATS[format].for_browsers:
+        raise ValueError(
+            f"min_fidelity={min_fidelity:g}: {format} opens in browsers alone; measure onnx, which has the same graphs"
+        )
 
 
 def _texts_to_compare(texts: list[Any], is_calibrated: bool) -> list[Any]:
