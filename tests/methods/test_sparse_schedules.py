@@ -1,4 +1,4 @@
-"""MagnitudePruning and VariationalDropout in training: masks under every optimiser, the ramp, resumed runs."""
+"""MagnitudePruning and VariationalDropout in training: masks under every optimiser, the ramp, without a callback."""
 
 import copy
 import math
@@ -162,35 +162,7 @@ def test_a_second_training_keeps_what_was_pruned():
     assert all(torch.equal(a, b) for a, b in zip(zeros(model), pruned, strict=True))
 
 
-# -- resuming ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=[RAMP, WARM_UP], ids=["magnitude", "variational"])
-def undisturbed(request, tmp_path_factory):
-    """A run with dropout, and a checkpoint of every step."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    model = scheduled_model(dropout=0.2, phases=[request.param])
-    trainer(model, folder, save_strategy="steps", save_steps=1).train()
-    return request.param, folder, model
-
-
-@pytest.mark.parametrize("step", [2, 3, 5, 7])  # before the ramp, within it in either epoch, and after it
-def test_a_resumed_run_is_an_undisturbed_one(undisturbed, tmp_path, step):
-    method, folder, whole = undisturbed
-    model = scheduled_model(dropout=0.2, phases=[method])
-    torch.manual_seed(99)
-    resumed = trainer(model, tmp_path)
-    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-    assert resumed.state.global_step == STEPS
-    assert model.state_dict().keys() == whole.state_dict().keys()
-    assert any("mask" in name or "log_sigma" in name for name in model.state_dict())
-    for name, value in whole.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    ended, twin = copy.deepcopy(whole), copy.deepcopy(model)
-    for one in (ended, twin):
-        one.finalize()
-    assert ended.config.methods == twin.config.methods
-    assert differences(outputs(twin, BATCH), outputs(ended, BATCH)) == []
+# -- in the middle of a training ---------------------------------------------------------------------------------------------
 
 
 def test_a_mask_is_saved_in_the_middle(tmp_path):
