@@ -42,7 +42,7 @@ class Inputs:
         return cls(drawn[2 * count :], drawn[count : 2 * count], drawn[:count])
 
     @property
-    def compared(self) -> list[Any]:
+    def dev_subset(self) -> list[Any]:
         """Those of dev by which shapes are compared in PyTorch."""
         return self.dev[:_MOST_HELD_OUT]
 
