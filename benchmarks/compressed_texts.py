@@ -46,7 +46,7 @@ from hf_freeze.compression.choose import levels
 from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.engine import serve
 from hf_freeze.compression.settings import Settings
-from hf_freeze.compression.shape import Shape, methods_of, whole
+from hf_freeze.compression.shape import Shape, full_shape, methods_of
 from hf_freeze.io import bytes_of
 from hf_freeze.lab.data import read_text, sample
 from hf_freeze.publish.export.served import answers, opened
@@ -125,7 +125,7 @@ def uniform(compression: Compression, size: int) -> Shape | None:
     for tokens in sorted(compression.search.distances.tokens, reverse=True):
         for share in np.linspace(1, 0.05, 96):
             units = {name: nearest(block, share, compression) for name, block in blocks.items()}
-            shape = replace(whole(compression.depths, blocks, 8), units=units, tokens=tokens)
+            shape = replace(full_shape(compression.depths, blocks, 8), units=units, tokens=tokens)
             if compression.search.prices.cost(shape)[0] <= size:
                 return shape
     return None
@@ -139,7 +139,7 @@ def drawn(compression: Compression, size: int, random: np.random.Generator) -> S
     blocks = compression.blocks
     for _ in range(_DRAWS):
         shape = Shape(
-            layers=whole(compression.depths, blocks, 8).layers,
+            layers=full_shape(compression.depths, blocks, 8).layers,
             units={name: int(random.choice(levels(b, compression.options))) for name, b in blocks.items()},
             bits={name: int(random.choice(compression.options.bits)) for name in [*blocks, "tables"]},
             tokens=int(random.choice(sorted(compression.search.distances.tokens))),
@@ -156,7 +156,7 @@ def shallow(compression: Compression, size: int) -> Shape | None:
         for bits in (8, 4):
             for count in range(depth - 1, 0, -1):
                 kept = sorted({round(at) for at in np.linspace(0, depth - 1, count)})
-                every = whole(compression.depths, compression.blocks, bits)
+                every = full_shape(compression.depths, compression.blocks, bits)
                 shape = replace(every, layers={stack: tuple(kept)}, tokens=tokens)
                 if compression.search.prices.cost(shape)[0] <= size:
                     return shape

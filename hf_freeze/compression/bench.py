@@ -14,7 +14,7 @@ from hf_freeze.compression.original import Original
 from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.progress import Progress
 from hf_freeze.compression.results import Build, Measured, points_lost
-from hf_freeze.compression.shape import Shape, whole
+from hf_freeze.compression.shape import Shape, full_shape
 from hf_freeze.io import bytes_of
 from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.make import make_variant
@@ -39,7 +39,7 @@ class Bench:
 
     def everything(self) -> Build:
         """The whole model in the engine, measured."""
-        shape = whole(self.original.depths, {}, self.engine.bits[0])
+        shape = full_shape(self.original.depths, {}, self.engine.bits[0])
         build = self.export(shape, "whole", self.original.folder)
         self.whole = self.measured(build)
         return build

@@ -28,7 +28,7 @@ from hf_freeze.compression.progress import Callback, Progress
 from hf_freeze.compression.results import Build, Compressed, Measured, Tried
 from hf_freeze.compression.search import MUCH_WORSE, Search
 from hf_freeze.compression.settings import Settings
-from hf_freeze.compression.shape import Shape, whole
+from hf_freeze.compression.shape import Shape, full_shape
 from hf_freeze.publish.export.served import opened
 from hf_freeze.seeded.tensor import fingerprint
 
@@ -216,7 +216,7 @@ class Compression:
         assert everything is not None
         probes: list[tuple[Shape, float]] = []
         if self.budget.limits_time:
-            full = replace(whole(self.depths, blocks, self.options.bits[0]), tokens=original.tokens)
+            full = replace(full_shape(self.depths, blocks, self.options.bits[0]), tokens=original.tokens)
             shapes = probe_shapes(full, blocks, self.options.may_go)
             times = self.phases.once("probes", lambda: self.bench.milliseconds_of(shapes))
             probes = [(shape, times[name]) for name, shape in shapes.items()]

@@ -16,7 +16,7 @@ from hf_freeze.compression.bench import Bench
 from hf_freeze.compression.blocks import Block
 from hf_freeze.compression.original import PREDICT, Original, Subject
 from hf_freeze.compression.progress import Progress
-from hf_freeze.compression.shape import methods_of, quantized, whole
+from hf_freeze.compression.shape import full_shape, methods_of, quantized
 from hf_freeze.methods.ffn_pruning import neurons_at_once
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.running import in_eval_mode, without_cache
@@ -181,7 +181,7 @@ def factor_of(subject: Subject, blocks: Mapping[str, Block], kind: str, share: f
     depths = architecture_for(subject.model).depths(subject.model.config)
     if expected <= 0:
         return None
-    shape = whole(depths, blocks, 8)
+    shape = full_shape(depths, blocks, 8)
     units = {block.name: block.units - gone for block, gone in zip(some, removed, strict=True)}
     shape = replace(shape, units=shape.units | units)
     return subject.distance(subject.cut(methods_of(shape, blocks, depths))) / expected

@@ -23,8 +23,8 @@ from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class, native_classes
 from hf_freeze.compat.transformers import copy_attention_implementation, copy_quantizer, is_quantized
-from hf_freeze.methods._budget import check_budget, decide, is_auto
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.budget import check_budget, decide, is_auto
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict

@@ -31,7 +31,7 @@ from hf_freeze.compression.original import Subject
 from hf_freeze.compression.prices import Prices, Sizes, sizes_of
 from hf_freeze.compression.progress import Progress, Stopped
 from hf_freeze.compression.settings import Settings
-from hf_freeze.compression.shape import whole
+from hf_freeze.compression.shape import full_shape
 from hf_freeze.io import bytes_of
 from hf_freeze.methods import LayerSelection
 from hf_freeze.model.samples import samples_of
@@ -212,7 +212,7 @@ def test_a_layer_has_the_price_of_its_graph(encoder, tmp_path):
             each.save_pretrained(tmp_path / name)
         sizes[name] = bytes_of(serve(tmp_path / name, "onnx", "int8", tmp_path / f"served-{name}"))
     blocks = blocks_of(model, samples_of(model, texts(30), AutoTokenizer.from_pretrained(encoder)))
-    shape = replace(whole({"encoder": 2}, blocks, 8), tokens=model.config.vocab_size)
+    shape = replace(full_shape({"encoder": 2}, blocks, 8), tokens=model.config.vocab_size)
     found = sizes_of(model, shape.tokens, {"encoder": 2}, tmp_path / "served-two", sizes["two"], ENGINES["onnx"])
     prices = Prices(blocks, {"encoder": 2}, found)
     assert prices.cost(shape)[0] == pytest.approx(sizes["two"])

@@ -174,7 +174,7 @@ def test_runs_share_the_cores_unless_the_environment_says_otherwise(tmp_path, mo
         def __init__(self, target, args):
             self.sentinel, other = multiprocessing.Pipe()
             other.close()  # so it is ready, as that of a process that has ended
-            given.append(args[2])
+            given.append(args[2].threads)
 
         def start(self): ...
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5GemmaCon
 from hf_freeze import analysis, make_variant
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods import FFNPruning, HeadPruning, LowRank
-from hf_freeze.methods._budget import Competing, decide
+from hf_freeze.methods.budget import Competing, decide
 from hf_freeze.surgery import effective_weight
 
 AUTO = [HeadPruning(share="auto"), FFNPruning(share="auto")]

@@ -22,7 +22,7 @@ from hf_freeze.lab.recipes.settings import (
     Training,
 )
 from hf_freeze.lab.recipes.space import check_search, space_of
-from hf_freeze.methods._budget import check_budget
+from hf_freeze.methods.budget import check_budget
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.training.schedules import RATED

@@ -6,7 +6,8 @@ from typing import Any
 from hf_freeze.io import write_whole
 from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.training.precision import AUTO, uses_bf16
-from hf_freeze.run_folder import PRECISION
+
+PRECISION = "precision.txt"  # in the folder of a grid: what `training.bf16: auto` means in all of its runs
 
 
 def resolve_precision(settings: dict[str, Any], auto: bool) -> None:
@@ -26,6 +27,12 @@ def noted_precision(out: Path) -> str | None:
     """What `auto` means in the grid in `out`; None where no run has used it yet."""
     path = out / PRECISION
     return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
+
+
+def auto_is_bf16(out: Path) -> bool:
+    """What `auto` means in the grid in `out`; where no run has used it yet, on this machine."""
+    noted = noted_precision(out)
+    return uses_bf16(AUTO) if noted is None else noted == "bf16"
 
 
 def precision_of(out: Path, run: Run, *, resume_anyway: bool = False) -> str:

@@ -14,7 +14,7 @@ from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import task_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.io import holds_files, whole_folder
-from hf_freeze.methods._checks import check_share
+from hf_freeze.methods.checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.publish.export import aotinductor, ctranslate2, executorch, onnx, recording, torch_export, trained_grid
