@@ -201,7 +201,7 @@ def _nats(served: Served, items: Sequence[Any]) -> tuple[float, int]:
     """(negative log-likelihood of all texts, predicted tokens)"""
     nats, count = 0.0, 0
     with in_eval_mode(served.model), without_cache(served.model):
-        for batch in samples_of(served.model, items, served.tokenizer).whole().batches:
+        for batch in samples_of(served.model, items, served.tokenizer).undivided().batches:
             targets = batch.get("labels")
             if targets is None:
                 targets = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
