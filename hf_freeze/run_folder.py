@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = "command.txt"  # in the folder of a grid, a line each
+PRECISION = "precision.txt"  # in the folder of a grid: what `training.bf16: auto` means in all of its runs
 LATENCY = "latency.json"  # in the folder of a run: how long its model decodes, as benchmarks/run_latency.py leaves it
 HEAD_SCORES = "head_scores.json"  # in the folder of a run: name of a score -> attention -> a number for each head
 HEAD_TESTS = "head_tests.json"  # beside it: name of a score -> attention -> a corrected p for each head

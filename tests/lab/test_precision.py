@@ -13,9 +13,9 @@ from hf_freeze.lab.recipes.load import load_recipe
 from hf_freeze.lab.report.write import write_report
 from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.grid import run_grid
-from hf_freeze.lab.runs.precision import PRECISION
 from hf_freeze.lab.runs.text_training import training_arguments
 from hf_freeze.lab.training import precision
+from hf_freeze.run_folder import PRECISION
 
 AUTO = {"presets/small/training/bf16": ...}
 ONE_ROW = {"rows": {"0": TINY["rows"]["0"] | {"training": {"epochs": 0}}}}

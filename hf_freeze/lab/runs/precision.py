@@ -6,8 +6,7 @@ from typing import Any
 from hf_freeze.io import write_whole
 from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.training.precision import AUTO, uses_bf16
-
-PRECISION = "precision.txt"  # in the folder of a grid: what `training.bf16: auto` means in all of its runs
+from hf_freeze.run_folder import PRECISION
 
 
 def resolve_precision(settings: dict[str, Any], auto: bool) -> None:
