@@ -17,11 +17,11 @@ from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods.checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
-from hf_freeze.publish.export import aotinductor, ctranslate2, executorch, onnx, recording, torch_export, trained_grid
+from hf_freeze.publish.export import aotinductor, ctranslate2, executorch, gguf, onnx, recording, torch_export, trained_grid
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
 from hf_freeze.publish.export.served import check_fidelity
-from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
+from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files, read_sentence_files
 
 
 def _write_dense(export: Export, folder: Path) -> None:
@@ -36,6 +36,7 @@ FORMATS = {
     "aotinductor": aotinductor.FORMAT,
     "executorch": executorch.FORMAT,
     "ctranslate2": ctranslate2.FORMAT,
+    "gguf": gguf.FORMAT,
     "dense": Format(_write_dense, quantizations=("float16", "bfloat16", "float32"), keeps_structure=False),
 }
 
@@ -105,7 +106,10 @@ def export_model(
                 trained_grid.check_static(model, format, say)
                 trained_grid.leave_inputs(model)
             model = _merged(model, format, say)
-    export = Export(model, task, tokenizer, quantization, say, texts, row_steps)
+    elif kind.after_merge is not None:
+        model = kind.after_merge(model)
+    sentence = read_sentence_files(source) if task == "feature-extraction" else {}
+    export = Export(model, task, tokenizer, quantization, say, texts, row_steps, sentence)
     with whole_folder(folder) as written:
         kind.write(export, written)
         _write_beside(export, source, format, written)
@@ -201,6 +205,8 @@ def _merged(model: Any, format: str, say: Callable[[str], Any]) -> Any:
         merged: Any = model.merge()
     except ValueError as error:
         raise ValueError(f"{format} cannot hold this model: {error}") from error
+    if (shrink := FORMATS[format].after_merge) is not None:
+        merged = shrink(merged)
     large = stored_bytes(merged)
     if large > 1.01 * small:
         names = ", ".join(method.name for method in model.methods)
