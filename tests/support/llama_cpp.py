@@ -17,7 +17,16 @@ import numpy as np
 import pytest
 
 VERSION = "3.22.1"  # of @node-llama-cpp/linux-x64, with llama.cpp 0.5.0
-_CONTEXT, _UBATCH, _OUTPUTS, _THREADS, _POOLING, _FLASH, _KEYS, _VALUES = 0, 2, 6, 7, 11, 13, 26, 27  # fields of 4 bytes
+_CONTEXT, _UBATCH, _OUTPUTS, _THREADS, _POOLING, _FLASH, _KEYS, _VALUES = (
+    0,
+    2,
+    6,
+    7,
+    11,
+    13,
+    26,
+    27,
+)  # fields of 4 bytes
 _F32 = 0
 
 
@@ -83,7 +92,9 @@ class Llama:
     def __init__(self, path: Path, *, length: int = 512, embeds: bool = False) -> None:
         self.library = library()
         LOG.clear()
-        self.model = self.library.llama_model_load_from_file(str(path).encode(), self.library.llama_model_default_params())
+        self.model = self.library.llama_model_load_from_file(
+            str(path).encode(), self.library.llama_model_default_params()
+        )
         if not self.model:
             raise ValueError(f"llama.cpp cannot open {path}: {'; '.join(LOG)}")
         self.model = ctypes.c_void_p(self.model)

@@ -17,7 +17,16 @@ from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods.checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
-from hf_freeze.publish.export import aotinductor, ctranslate2, executorch, gguf, onnx, recording, torch_export, trained_grid
+from hf_freeze.publish.export import (
+    aotinductor,
+    ctranslate2,
+    executorch,
+    gguf,
+    onnx,
+    recording,
+    torch_export,
+    trained_grid,
+)
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
 from hf_freeze.publish.export.served import check_fidelity

@@ -27,7 +27,9 @@ class Export:
     texts: Iterable[str] | None = None  # for the scales of activations
     # Of what was quantised before: `trained_grid.steps_of_rows`.
     row_steps: dict[bytes, float] = field(default_factory=dict)
-    sentence: dict[str, Any] = field(default_factory=dict)  # how a sentence encoder makes a vector: `read_sentence_files`
+    sentence: dict[str, Any] = field(
+        default_factory=dict
+    )  # how a sentence encoder makes a vector: `read_sentence_files`
 
 
 @dataclass(frozen=True)

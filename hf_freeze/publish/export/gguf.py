@@ -23,7 +23,7 @@ def write(export: Export, folder: Path) -> None:
     gguf, model = require("gguf", "gguf"), export.model.float()
     family = gguf_model.check(model, export.task)
     layers = gguf_model.Layers.of(model)
-    arch = family.uneven if layers.uneven and family.uneven else family.arch
+    arch = family.arch_for(layers, model.config.hidden_size)
     writer = gguf.GGUFWriter(folder / FILE, arch)
     kind = gguf.GGMLQuantizationType[(export.quantization or "f32").upper()]
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -41,7 +41,9 @@ def write(export: Export, folder: Path) -> None:
             wide.append(name)
         writer.add_tensor(name, _quantized(gguf, data, stored), raw_dtype=stored)
     if wide:
-        export.say(f"{len(wide)} tensors are in f16, such as {wide[0]}: their rows are no multiple of 32, as {kind.name} needs")
+        export.say(
+            f"{len(wide)} tensors are in f16, such as {wide[0]}: their rows are no multiple of 32, as {kind.name} needs"
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -55,7 +57,8 @@ def _quantized(gguf: Any, data: np.ndarray, kind: Any) -> np.ndarray:
 def _cut(model: Any) -> Any:
     """The merged model without zero heads and neurons, as far as llama.cpp holds that."""
     family = gguf_model.FAMILIES[model.config.model_type]
-    return without_zeros(model, uneven=family.uneven is not None)
+    uneven = family.uneven is not None
+    return without_zeros(model, uneven=uneven, heads=family.heads or uneven)
 
 
 FORMAT = Format(

@@ -27,32 +27,39 @@ class Family:
     """A family of llama.cpp.
 
     `arch`: its name there; `uneven`: the one that takes layers of different sizes, with the same tensors. `activations`: the
-    functions of FFNs that it computes. `split`: fused projections are written one by one.
+    functions of FFNs that it computes. `heads`: whether an attention may have fewer heads than fill the hidden size; `uneven`
+    can. `split`: fused projections are written one by one.
     """
 
     arch: str
     uneven: str | None = None
     activations: tuple[str, ...] = _SILU
     tasks: tuple[str, ...] = ("causal-lm",)
+    heads: bool = True
     split: bool = False
 
+    def arch_for(self, layers: "Layers", hidden: int) -> str:
+        """Its own, or the one that takes layers of different sizes if these need it."""
+        own = not layers.uneven and (self.heads or layers.heads[0] * layers.head == hidden)
+        return self.arch if own or self.uneven is None else self.uneven
 
-_LLAMA, _BERT = Family("llama", "deci"), Family("bert", activations=_GELU, tasks=_ENCODER_TASKS)
+
+_LLAMA, _BERT = Family("llama", "deci"), Family("bert", activations=_GELU, tasks=_ENCODER_TASKS, heads=False)
 FAMILIES = {  # model type -> its family; each one is compared with llama.cpp by the tests
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "phi3": Family("llama", "deci", split=True),  # what it computes is a Llama
-    "qwen2": Family("qwen2", "deci"),
+    "qwen2": Family("qwen2", "deci", heads=False),
     "qwen3": Family("qwen3"),
     "gemma": Family("gemma", activations=_GELU),
     "gemma2": Family("gemma2", activations=_GELU),
     "gemma3_text": Family("gemma3", activations=_GELU),
-    "gpt2": Family("gpt2", activations=_GELU),
+    "gpt2": Family("gpt2", activations=_GELU, heads=False),
     "bert": _BERT,
-    "distilbert": Family("bert", activations=_GELU, tasks=("feature-extraction",)),
+    "distilbert": Family("bert", activations=_GELU, tasks=("feature-extraction",), heads=False),
     "roberta": _BERT,
     "xlm-roberta": _BERT,
-    "t5": Family("t5", activations=("relu", "gelu_new"), tasks=("seq2seq-lm",)),
+    "t5": Family("t5", activations=("relu", "gelu_new"), tasks=("seq2seq-lm",), heads=False),
 }
 _CLASSES = {  # the linears of a classifier of texts
     "pooler.dense": "cls",
@@ -116,6 +123,8 @@ def check(model: Any, task: str) -> Family:
         wrong["a share of rotated values of"] = rope["partial_rotary_factor"]
     if kind == "distilbert" and task not in family.tasks:
         wrong["the task"] = task
+    if kind == "t5" and config.num_decoder_layers > config.num_layers:
+        wrong["more layers in the decoder than in the encoder:"] = f"{config.num_decoder_layers}, {config.num_layers}"
     for name, value in wrong.items():
         raise ValueError(f"llama.cpp has no {kind} with {name} {value}; choose --format onnx")
     return family
@@ -208,7 +217,9 @@ def _turned(model: Any, name: str, values: Tensor, attentions: list[Attention], 
     role, size = path.rpartition(".")[2], attention.head_size(model.config)
     scale = getattr(model.base_model.get_submodule(attention.module), "scaling", None)
     if scale is not None and model.config.model_type != "t5" and (ratio := scale * size**0.5) != 1:
-        normed = any(part.endswith("q_norm") for part, _ in model.base_model.named_modules() if part.startswith(attention.module))
+        normed = any(
+            part.endswith("q_norm") for part, _ in model.base_model.named_modules() if part.startswith(attention.module)
+        )
         if role == "q_norm" or (role.startswith("q") and not normed):
             values = values * ratio
     if arch in _PAIRS and role in ("q_proj", "k_proj"):
@@ -232,7 +243,9 @@ def _rotary_factors(model: Any) -> Tensor | None:
 def add_settings(writer: Any, model: Any, task: str, layers: Layers, sentence: dict[str, Any]) -> None:
     """Tell the `writer` of a file the sizes and settings of a model. `sentence`: see `read_sentence_files`."""
     config = model.config
-    writer.add_context_length(_first_of(config, "max_position_embeddings", "n_positions", default=512) - _skipped(config))
+    writer.add_context_length(
+        _first_of(config, "max_position_embeddings", "n_positions", default=512) - _skipped(config)
+    )
     writer.add_embedding_length(_first_of(config, "hidden_size", "n_embd", "d_model", "dim"))
     writer.add_block_count(len(layers.heads))
     for add, sizes in (

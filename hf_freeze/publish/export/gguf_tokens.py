@@ -11,9 +11,7 @@ from typing import Any
 from hf_freeze.publish.export.folders import require
 
 _OTHER = "choose --format onnx, or use the tokens of the model with another tokenizer"
-_LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPLITS = {_LLAMA_3: "llama-bpe", _LLAMA_3.replace("{1,3}", ""): "qwen2"}  # regular expression -> its name in llama.cpp
 
 
@@ -80,22 +78,33 @@ def _add_unigrams(writer: Any, described: dict[str, Any], tokens: list[str], typ
 
 def _add_pairs(writer: Any, described: dict[str, Any], tokens: list[str], types: list[int]) -> None:
     """BPE, on bytes or on characters."""
-    merges = [tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in described["model"]["merges"]]
+    merges = [
+        tuple(pair) if isinstance(pair, list) else tuple(pair.split(" ")) for pair in described["model"]["merges"]
+    ]
     if described["model"].get("byte_fallback"):
+        scores = _scores(described["model"]["vocab"], merges)
         _add(writer, "llama", "default", tokens, types)
-        writer.add_token_scores(_scores(tokens, merges))
+        writer.add_token_scores([scores.get(token, float(-len(merges))) for token in tokens])
         writer.add_add_space_prefix(_marks_first(described))
         return
     _add(writer, "gpt2", _split_of(described), tokens, types)
     writer.add_token_merges([" ".join(pair) for pair in merges])
 
 
-def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> list[float]:
-    """Of two neighbouring tokens, llama.cpp joins those first whose token has the highest score."""
-    ranks: dict[str, int] = {}
-    for rank, pair in enumerate(merges):
-        ranks.setdefault("".join(pair), rank)
-    return [float(-ranks.get(token, len(merges))) for token in tokens]
+def _scores(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> dict[str, float]:
+    """Token -> score. Of all neighbours whose characters together are a token, llama.cpp joins those whose token has the highest
+    score; transformers joins the pairs that are listed, in their order. Raises ValueError where these differ."""
+    pairs: dict[str, list[int]] = {}
+    for place, pair in enumerate(merges):
+        pairs.setdefault("".join(pair), []).append(place)
+    for token, places in pairs.items():
+        splits = {(token[:i], token[i:]) for i in range(1, len(token))}
+        possible = {split for split in splits if split[0] in vocabulary and split[1] in vocabulary}
+        if possible != {merges[place] for place in places} or places[-1] - places[0] >= len(places):
+            raise ValueError(
+                f"llama.cpp joins any two tokens that make {token!r}, and this tokenizer only some, or with others in between; {_OTHER}"
+            )
+    return {token: float(-rank) for rank, token in enumerate(pairs)}
 
 
 def _split_of(described: dict[str, Any]) -> str:

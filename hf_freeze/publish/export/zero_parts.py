@@ -1,6 +1,5 @@
 """A native model without its heads and neurons that are zero, which `merge()` puts where a method had removed some."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,16 +12,16 @@ from hf_freeze.model.make import make_variant
 from hf_freeze.surgery import count_heads, effective_weight, group_size, is_removed
 
 
-def without_zeros(model: Any, *, uneven: bool) -> Any:
+def without_zeros(model: Any, *, uneven: bool, heads: bool) -> Any:
     """The native `model` without the heads that its output projections multiply by zero, and without such neurons. It computes
     the same, in modules of the native names. `uneven`: every layer may keep another number; otherwise all keep as many as the
-    one that needs most. Itself if nothing goes, or if the family cannot lose heads or neurons."""
+    one that needs most. `heads`: whether heads may go. Itself if nothing goes, or if the family cannot lose any."""
     architecture = architecture_of(model.config)
     cuts: list[Any] = []
-    if heads := _zero_heads(model, architecture, uneven):
-        cuts.append(methods.HeadPruning(heads=heads))
-    if neurons := _used_neurons(model, architecture, uneven):
-        cuts.append(methods.FFNPruning(keep=neurons))
+    if heads and (removed := _zero_heads(model, architecture, uneven)):
+        cuts.append(methods.HeadPruning(heads=removed))
+    if kept := _used_neurons(model, architecture, uneven):
+        cuts.append(methods.FFNPruning(keep=kept))
     cuts = [method for method in cuts if type(method).refusal(architecture) is None]
     return make_variant(model, cuts).eval() if cuts else model
 
@@ -74,8 +73,3 @@ def _used_neurons(model: Any, architecture: Architecture, uneven: bool) -> dict[
     counts = [max(1, int(one.sum())) for one in used.values()]
     kept = {name: _first(one, 1 if uneven else max(counts)) for name, one in used.items()}
     return {name: neurons for name, neurons in kept.items() if len(neurons) < len(used[name])}
-
-
-def is_uneven(sizes: Iterable[int]) -> bool:
-    """Whether these are not all the same."""
-    return len(set(sizes)) > 1
