@@ -89,7 +89,7 @@ class Compression:
         self.options = Options(
             bits=self.engine.bits[:1] if only_time else self.engine.bits,
             uniform=uniform,
-            multiple=_NATIVE_MULTIPLE if settings.native else 8,
+            multiple=_NATIVE_MULTIPLE if settings.native else self.engine.multiple,
             may_go=frozenset(may_go),
         )
         self.search: Search | None = None  # once it is known what parts are worth

@@ -156,7 +156,7 @@ def _write_beside(export: Export, source: str | os.PathLike[str], format: str, f
     if model.main_input_name != "input_ids":
         copy_processors(source, folder)
     if export.task == "feature-extraction":
-        copy_sentence_files(source, folder)
+        copy_sentence_files(source, folder, exported=FORMATS[format].keeps_structure)
     if FORMATS[format].keeps_structure:
         ExportedConfig.of(model.config).save_pretrained(folder)
     if model.can_generate():

@@ -54,7 +54,7 @@ class Format:
 
 def require(package: str, format: str) -> Any:
     """The imported package. Raises ValueError if it is not installed."""
-    extra = format if format in ("executorch", "gguf") else "export"
+    extra = format if format in ("executorch", "gguf", "llama-cpp") else "export"
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -11,9 +11,9 @@ import numpy as np
 
 from hf_freeze.publish.export import gguf_model, gguf_tokens
 from hf_freeze.publish.export.folders import Export, Format, require
+from hf_freeze.publish.export.llama_cpp import FILE
 from hf_freeze.publish.export.zero_parts import without_zeros
 
-FILE = "model.gguf"
 _TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _FLOATS = ("position_embd.weight", "token_types.weight")  # llama.cpp reads them in fp32
 

@@ -102,7 +102,7 @@ def _scores(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> dict[s
         possible = {split for split in splits if split[0] in vocabulary and split[1] in vocabulary}
         if possible != {merges[place] for place in places} or places[-1] - places[0] >= len(places):
             raise ValueError(
-                f"llama.cpp joins any two tokens that make {token!r}, and this tokenizer only some, or with others in between; {_OTHER}"
+                f"llama.cpp joins any two tokens that make {token!r}, and this tokenizer only some, or others before; {_OTHER}"
             )
     return {token: float(-rank) for rank, token in enumerate(pairs)}
 
