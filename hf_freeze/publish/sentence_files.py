@@ -26,8 +26,8 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def copy_sentence_files(source: str | os.PathLike[str], target: Path, *, exported: bool = False) -> None:
-    """Copy those of sentence-transformers from a directory or Hub id, if it has them. `exported`: the tokens' vectors are computed
-    by an engine, through a module of ours."""
+    """Copy those of sentence-transformers from a directory or Hub id, if it has them. `exported`: an engine computes the vectors
+    of tokens, through a module of ours."""
     root = _folder(source, _FILES)
     if not (root / "modules.json").is_file():
         return

@@ -1,5 +1,6 @@
-"""The first module of an exported sentence encoder in sentence-transformers (https://www.sbert.net), which `modules.json` of the folder
-names: `SentenceTransformer(folder, trust_remote_code=True)` opens it.
+"""The first module of an exported sentence encoder in sentence-transformers (https://www.sbert.net).
+
+`modules.json` of the folder names it, and `SentenceTransformer(folder, trust_remote_code=True)` opens it.
 
 Shapes: B texts, T tokens, D hidden size.
 """

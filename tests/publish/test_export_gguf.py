@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.llama_cpp import Llama
+from support.llama_cpp import use_llama_cpp
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
@@ -18,6 +18,8 @@ from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.data import train_tokenizer, trim_tokenizer
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.export.gguf_model import FAMILIES
+from hf_freeze.publish.export.llama_cpp import LlamaCpp
+from hf_freeze.publish.export.served import opened, served_fidelity
 from hf_freeze.publish.export.zero_parts import without_zeros
 
 TEXTS = [
@@ -49,6 +51,11 @@ CONFIGS: dict[str, dict[str, Any]] = dict.fromkeys(FAMILIES, _DECODER) | {
 } | dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT)  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _llama_cpp() -> None:
+    use_llama_cpp()
+
+
 def random_model(kind: str, task: str = "causal-lm", **changes: Any) -> Any:
     """Of a family, with weights far from their first values, norms among them."""
     torch.manual_seed(0)
@@ -73,8 +80,8 @@ def byte_tokenizer(steps: Any = None) -> Any:
 
 
 def fallback_tokenizer(*, complete: bool = True) -> Any:
-    """BPE on characters with bytes for the unknown ones, and `<s>` before each text, as Llama 2. `complete`: tokens are joined from
-    any two others, as in conversions from sentencepiece."""
+    """BPE on characters with bytes for the unknown ones, and `<s>` before each text, as Llama 2. `complete`: any two tokens are
+    joined that make another one, as in conversions from sentencepiece."""
     characters = sorted({"▁", *"".join(TEXTS).replace(" ", "")})
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters]
     joined = ["▁a", "in", "ri", "▁r", "ing", "ding", "▁ri", "▁riding"]
@@ -105,17 +112,19 @@ def exported(model: Any, tokenizer: Any, folder: Path, **options: Any) -> Path:
 def difference(model: Any, task: str, ids: list[int], path: Path) -> float:
     """The largest, of llama.cpp's outputs and those of transformers, relative to the largest output."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
-    with Llama(path, length=64, embeds=task in ("feature-extraction", "sequence-classification")) as engine:
-        if task == "causal-lm":
-            expected, found = model(**inputs).logits[0], engine.logits(ids)
-        elif task == "seq2seq-lm":
-            start = [0, 5, 9, 3]
-            engine.encode(ids)
-            expected, found = model(**inputs, decoder_input_ids=torch.tensor([start])).logits[0], engine.logits(start)
-        else:
-            outputs = model(**inputs)
-            expected = outputs.logits[0] if task == "sequence-classification" else outputs.last_hidden_state[0].mean(0)
-            found = engine.vector(ids, len(expected))
+    engine = LlamaCpp(path.parent, task, exact=True)
+    if task == "causal-lm":
+        expected, found = model(**inputs).logits[0], engine.logits(ids)
+    elif task == "seq2seq-lm":
+        start = [engine.start(), 5, 9, 3]
+        engine.encode(ids)
+        expected, found = model(**inputs, decoder_input_ids=torch.tensor([start])).logits[0], engine.logits(start)
+    elif task == "sequence-classification":
+        expected, found = model(**inputs).logits[0], engine.outputs(ids)
+        assert engine.labels() == [*model.config.id2label.values()]
+    else:
+        expected, found = model(**inputs).last_hidden_state[0], engine.outputs(ids)
+    engine.close()
     return float(np.abs(found - expected.numpy()).max() / expected.abs().max())
 
 
@@ -227,7 +236,7 @@ def test_rows_that_a_type_does_not_divide_are_in_f16_and_this_is_said(tmp_path: 
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors}
     assert (kinds["blk.0.ffn_down.weight"], kinds["blk.0.ffn_up.weight"]) == ("F16", "Q4_0")
     assert any("3 tensors are in f16, such as blk.0.ffn_down.weight" in line for line in said)
-    Llama(path).close()
+    LlamaCpp(path.parent, "causal-lm").close()
 
 
 @pytest.mark.parametrize(
@@ -286,9 +295,9 @@ def test_llama_cpp_splits_texts_into_the_same_tokens(name: str, tmp_path: Path) 
     tokenizer, task = make(), FAMILIES[kind].tasks[0]
     size = max(VOCABULARY, len(tokenizer))
     path = exported(random_model(kind, task, vocab_size=size), tokenizer, tmp_path)
-    with Llama(path, length=64, embeds=kind == "bert") as engine:
-        for text in WORDS:
-            assert engine.tokens(text) == tokenizer(text).input_ids, text
+    engine = LlamaCpp(path.parent, task)
+    for text in WORDS:
+        assert engine.tokens(text) == tokenizer(text).input_ids, text
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama 2", "WordPiece", "Unigram"])
@@ -300,8 +309,7 @@ def test_a_trimmed_tokenizer_splits_texts_into_the_same_tokens(name: str, tmp_pa
     model, trimmed = make_variant(model, [trimming]), trim_tokenizer(tokenizer, trimming.keep)
     assert len(trimmed) < len(tokenizer)
     path = exported(model, trimmed, tmp_path)
-    with Llama(path, length=64, embeds=kind == "bert") as engine:
-        assert engine.tokens(TEXTS[0]) == trimmed(TEXTS[0]).input_ids
+    assert LlamaCpp(path.parent, task).tokens(TEXTS[0]) == trimmed(TEXTS[0]).input_ids
 
 
 def test_greedy_search_continues_a_text_as_generate_does(tmp_path: Path) -> None:
@@ -312,8 +320,8 @@ def test_greedy_search_continues_a_text_as_generate_does(tmp_path: Path) -> None
     generated = model.generate(
         torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    with Llama(path, length=64) as engine:
-        assert engine.continued(ids, 20) == generated[0, len(ids) :].tolist()
+    engine = LlamaCpp(path.parent, "causal-lm", exact=True)
+    assert engine.continued(ids, 20, ends=[]) == generated[0, len(ids) :].tolist()
 
 
 def test_the_chat_template_and_special_tokens_go_along(tmp_path: Path) -> None:
@@ -330,13 +338,15 @@ def test_the_chat_template_and_special_tokens_go_along(tmp_path: Path) -> None:
 def test_a_cased_tokenizer_of_word_pieces_is_refused(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 120, "wordpiece")
     tokenizer.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    with pytest.raises(ValueError, match="llama.cpp makes all letters of WordPiece small, and this tokenizer does not"):
+    with pytest.raises(
+        ValueError, match=r"llama.cpp makes all letters of WordPiece small, and this tokenizer does not"
+    ):
         exported(random_model("bert", "feature-extraction"), tokenizer, tmp_path)
 
 
 def test_bpe_on_words_without_bytes_is_refused(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 120, "bpe")
-    with pytest.raises(ValueError, match="no BPE tokenizer that splits words by Metaspace, Punctuation like this one"):
+    with pytest.raises(ValueError, match=r"no BPE tokenizer that splits words by Metaspace, Punctuation like this one"):
         exported(random_model("llama"), tokenizer, tmp_path)
 
 
@@ -382,5 +392,36 @@ def test_a_file_that_was_cut_off_does_not_open(tmp_path: Path) -> None:
     mark = json.loads((path.parent / "hf_freeze_export.json").read_text())
     assert list(mark["files"]) == ["model.gguf"]
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(ValueError, match="llama.cpp cannot open"):
-        Llama(path)
+    with pytest.raises(ValueError, match=r"llama.cpp cannot open .*model.gguf; export it again"):
+        LlamaCpp(path.parent, "causal-lm")
+    with pytest.raises(ValueError, match=r"model.gguf has changed since the export"):
+        opened(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("llama", "causal-lm"),
+        ("bert", "feature-extraction"),
+        ("bert", "sequence-classification"),
+        ("t5", "seq2seq-lm"),
+    ],
+)
+def test_an_exported_file_answers_like_the_model(kind: str, task: str, tmp_path: Path) -> None:
+    path = exported(random_model(kind, task), tokenizer_for(kind), tmp_path)
+    found = served_fidelity(tmp_path / "model", path.parent, TEXTS[:3])
+    assert found.score is not None
+    assert found.score > 0.999
+    assert found.compared == 3
+
+
+def test_more_tokens_than_positions_are_refused(tmp_path: Path) -> None:
+    path = exported(random_model("llama"), byte_tokenizer(), tmp_path)
+    with pytest.raises(ValueError, match=r"70 tokens are more than the 64 that llama.cpp has memory for here"):
+        LlamaCpp(path.parent, "causal-lm").logits([5] * 70)
+
+
+def test_several_beams_are_refused(tmp_path: Path) -> None:
+    path = exported(random_model("t5", "seq2seq-lm"), tokenizer_for("t5"), tmp_path)
+    with pytest.raises(ValueError, match=r"num_beams=4: llama.cpp searches greedily here: 1 beam"):
+        opened(path.parent).model(["two dogs"], num_beams=4)

@@ -24,6 +24,7 @@ from hf_freeze.publish.export import (
     gguf,
     onnx,
     recording,
+    static_table,
     torch_export,
     trained_grid,
 )
@@ -31,6 +32,8 @@ from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
 from hf_freeze.publish.export.served import check_fidelity
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files, read_sentence_files
+
+_COMPARED = 10  # one in so many texts is kept out, if a format learns from the others
 
 
 def _write_dense(export: Export, folder: Path) -> None:
@@ -46,6 +49,7 @@ FORMATS = {
     "executorch": executorch.FORMAT,
     "ctranslate2": ctranslate2.FORMAT,
     "gguf": gguf.FORMAT,
+    "static": static_table.FORMAT,
     "dense": Format(_write_dense, quantizations=("float16", "bfloat16", "float32"), keeps_structure=False),
 }
 
@@ -90,6 +94,8 @@ def export_model(
         check_share(min_fidelity, "export_model", "min_fidelity")
         texts = [text for text in texts or () if not isinstance(text, str) or text.strip()]
         compared = _texts_to_compare(texts, is_calibrated)
+        if kind.learns:
+            compared, texts = compared[::_COMPARED], [text for i, text in enumerate(compared) if i % _COMPARED]
     if is_calibrated:
         recording.check(str(quantization), texts)
     for package in kind.packages:
@@ -153,6 +159,9 @@ def _write_beside(export: Export, source: str | os.PathLike[str], format: str, f
     if export.tokenizer is not None:
         export.tokenizer.save_pretrained(folder)
     _compact(folder)
+    if FORMATS[format].is_complete:
+        _mark(export, format, folder)
+        return
     if model.main_input_name != "input_ids":
         copy_processors(source, folder)
     if export.task == "feature-extraction":
@@ -161,12 +170,17 @@ def _write_beside(export: Export, source: str | os.PathLike[str], format: str, f
         ExportedConfig.of(model.config).save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+    _mark(export, format, folder)
+
+
+def _mark(export: Export, format: str, folder: Path) -> None:
+    config = export.model.config
     mark = {
         "format": format,
         "quantization": export.quantization,
         "task": export.task,
         "hf_freeze_version": __version__,
-        "max_positions": {side: max_positions(model.config, side) for side in ("encoder", "decoder")},
+        "max_positions": {side: max_positions(config, side) for side in ("encoder", "decoder")},
         "files": digests(folder),
     }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")

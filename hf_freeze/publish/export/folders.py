@@ -39,6 +39,7 @@ class Format:
     `packages`: what it needs. `quantizations`: types of weights; those in `calibrated` need texts, those in `round_inputs` round
     the inputs of linears too. `tasks`: model type -> tasks; None: all of every family. `keeps_structure`: the methods of a
     variant stay; otherwise they are merged, and `after_merge` makes the native model smaller without changing its outputs.
+    `learns`: whether texts change what it writes. `is_complete`: whether it writes all but the tokenizer.
     """
 
     write: Callable[[Export, Path], None]
@@ -50,6 +51,8 @@ class Format:
     needs_tokenizer: bool = False
     keeps_structure: bool = True
     after_merge: Callable[[Any], Any] | None = None
+    learns: bool = False
+    is_complete: bool = False
 
 
 def require(package: str, format: str) -> Any:

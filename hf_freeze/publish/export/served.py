@@ -29,6 +29,7 @@ from hf_freeze.publish.export.llama_served import LlamaCppForward, LlamaCppTrans
 from hf_freeze.publish.export.served_answers import answers_of, decoded
 from hf_freeze.publish.export.served_questions import Questions, vocabulary_of
 from hf_freeze.publish.export.served_questions import Served as Served
+from hf_freeze.publish.export.static_table import StaticForward
 from hf_freeze.publish.sentence_files import read_sentence_files
 
 _COMPARED = 512  # of the texts of an export
@@ -45,6 +46,8 @@ def opened(source: str | os.PathLike[str], tokenizer: Any = None) -> Served:
         model: Any = (CTranslate2Generator if task == "causal-lm" else CTranslate2Translator)(folder)
     elif kind == "gguf":
         model = LlamaCppTranslator(folder) if task == "seq2seq-lm" else LlamaCppForward(folder, task)
+    elif kind == "static":
+        model = StaticForward(folder)
     elif kind in (None, "dense"):
         model = load_model(source).float().eval()
         task = task_of(model)

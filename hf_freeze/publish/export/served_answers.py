@@ -22,7 +22,7 @@ _Answers = Iterator[tuple[int, dict[str, Any]]]  # (number of the row, what is k
 
 def _classes(asked: Questions) -> _Answers:
     """Of classifiers of texts, images and sound, and of multiple choice."""
-    several = getattr(asked.served.model.config, "problem_type", None) == "multi_label_classification"
+    several = getattr(getattr(asked.served.model, "config", None), "problem_type", None) == "multi_label_classification"
     for number, found in asked.outputs():
         logits = found["logits"]
         if several:
