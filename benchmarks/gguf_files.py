@@ -1,6 +1,6 @@
 """GGUF files in llama.cpp: the same continuations, perplexity in each type, bytes, and the speed of layers of different sizes.
 
-    python benchmarks/gguf_files.py stories260k/hf --texts texts.txt --out llama_cpp.md
+    python benchmarks/gguf_files.py stories260k/hf --texts texts.txt --out gguf.md
 
 Needs llama-cpp-python. Claims: in fp32, greedy continuations of 50 prompts are those of `generate`; in f16, perplexity is
 within 0.1 % of transformers'; the tensors of a variant take at most 1.02 of its stored bytes; a Llama with half of its neurons

@@ -27,7 +27,7 @@ _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 def copy_sentence_files(source: str | os.PathLike[str], target: Path, *, exported: bool = False) -> None:
     """Copy those of sentence-transformers from a directory or Hub id, if it has them. `exported`: an engine computes the vectors
-    of tokens, through a module of ours."""
+    of tokens, through a module of hf_freeze."""
     root = _folder(source, _FILES)
     if not (root / "modules.json").is_file():
         return
