@@ -3,12 +3,12 @@
     python benchmarks/gguf_files.py stories260k/hf --texts texts.txt --out gguf.md
 
 Needs llama-cpp-python. Claims: in fp32, greedy continuations of 50 prompts are those of `generate`; in f16, perplexity is
-within 0.1 % of transformers'; the tensors of a variant take at most 1.02 of its stored bytes; a Llama with half of its neurons
-and uneven heads decodes at least 1.3 times as fast as the whole one.
+within 0.1 % of that in transformers; the tensors of a variant take at most 1.02 of its stored bytes; a Llama with half of its
+neurons and uneven heads decodes at least 1.3 times as fast as the whole one.
 
-The first table is of MODEL: tokens of the first 50 texts, of which half is the prompt. Perplexity is over all tokens of `--texts`.
-The second is of a Llama of 110 million parameters with fresh weights (time only), on one thread, by `hf-freeze latency`: each text
-gets exactly `--new-tokens` tokens. Even layers keep half of their groups of heads, the others all.
+The first table is of MODEL: tokens of the first 50 texts, of which half is the prompt. Perplexity is over all tokens of the
+texts. The second is of a Llama of 110 million parameters with fresh weights (time only), on one thread, by `hf-freeze latency`:
+each text gets exactly `--new-tokens` tokens. Even layers keep half of their groups of heads, the others all.
 """
 
 import math

@@ -31,7 +31,7 @@ from hf_freeze.publish.export import (
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
 from hf_freeze.publish.export.served import check_fidelity
-from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files, read_sentence_files
+from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
 
 _COMPARED = 10  # one in so many texts is kept out, if a format learns from the others
 
@@ -123,8 +123,7 @@ def export_model(
             model = _merged(model, format, say)
     elif kind.after_merge is not None:
         model = kind.after_merge(model)
-    sentence = read_sentence_files(source) if task == "feature-extraction" else {}
-    export = Export(model, task, tokenizer, quantization, say, texts, row_steps, sentence)
+    export = Export(model, task, tokenizer, quantization, say, texts, row_steps, source)
     with whole_folder(folder) as written:
         kind.write(export, written)
         _write_beside(export, source, format, written)

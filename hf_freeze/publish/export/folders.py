@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,9 +28,7 @@ class Export:
     texts: Iterable[str] | None = None  # for the scales of activations
     # Of what was quantised before: `trained_grid.steps_of_rows`.
     row_steps: dict[bytes, float] = field(default_factory=dict)
-    sentence: dict[str, Any] = field(
-        default_factory=dict
-    )  # how a sentence encoder makes a vector: `read_sentence_files`
+    source: str | os.PathLike[str] = ""  # the directory or Hub id
 
 
 @dataclass(frozen=True)

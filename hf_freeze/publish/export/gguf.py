@@ -13,6 +13,7 @@ from hf_freeze.publish.export import gguf_model, gguf_tokens
 from hf_freeze.publish.export.folders import Export, Format, require
 from hf_freeze.publish.export.llama_cpp import FILE
 from hf_freeze.publish.export.zero_parts import without_zeros
+from hf_freeze.publish.sentence_files import read_sentence_files
 
 _TYPES = ("f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 _FLOATS = ("position_embd.weight", "token_types.weight")  # llama.cpp reads them in fp32
@@ -28,7 +29,8 @@ def write(export: Export, folder: Path) -> None:
     kind = gguf.GGMLQuantizationType[(export.quantization or "f32").upper()]
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_file_type(gguf.LlamaFileType[f"{'ALL' if export.quantization is None else 'MOSTLY'}_{kind.name}"])
-    gguf_model.add_settings(writer, model, export.task, layers, export.sentence)
+    sentence = read_sentence_files(export.source) if export.task == "feature-extraction" else {}
+    gguf_model.add_settings(writer, model, export.task, layers, sentence)
     gguf_tokens.add_tokens(writer, export.tokenizer, model)
     export.say(f"writing {FILE}")
     wide = []

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_freeze.publish.export.folders import Export, Format
 from hf_freeze.publish.export.served_answers import answers_of
 from hf_freeze.publish.export.served_questions import Questions, Served
+from hf_freeze.publish.sentence_files import read_sentence_files
 
 _RARE = 1e-3  # `a` of the weights: the frequency at which a token counts half
 _RIDGE = 1e-2  # as if each token had one more text of ten tokens, in which it is as it was
@@ -38,7 +39,8 @@ def write(export: Export, folder: Path) -> None:
     tokenizer = export.tokenizer
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ValueError(f"static has no {type(tokenizer).__name__}, which has no tokenizer.json; choose --format onnx")
-    served = Served(model=export.model, task=export.task, tokenizer=tokenizer, sentence=export.sentence)
+    sentence = read_sentence_files(export.source)
+    served = Served(model=export.model, task=export.task, tokenizer=tokenizer, sentence=sentence)
     texts = [text for text in export.texts or () if text.strip()]
     export.say(f"computing the vectors of {len(tokenizer):,} tokens")
     alone = vectors_of_tokens(served)
