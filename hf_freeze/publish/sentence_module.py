@@ -52,5 +52,6 @@ class ExportedEncoder(InputModule):
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **options: Any) -> "ExportedEncoder":
         """From a directory or Hub id."""
-        where = {name: options.get(name) for name in ("token", "cache_folder", "revision", "local_files_only")}
+        where: dict[str, Any] = {name: options.get(name) for name in ("token", "cache_folder", "revision")}
+        where["local_files_only"] = bool(options.get("local_files_only"))
         return cls(str(load_dir_path(model_name_or_path, subfolder, **where)))

@@ -60,7 +60,6 @@ class LlamaCppTranslator(Translator):
         return self._engine.continued([self._engine.start()], most, ends)
 
     def log_probabilities(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
-        """Of the tokens of each target."""
         found = []
         for source, target in zip(sources, targets, strict=True):
             self._engine.encode(source)

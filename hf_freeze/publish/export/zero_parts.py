@@ -9,7 +9,7 @@ from hf_freeze import methods
 from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.model.make import make_variant
-from hf_freeze.surgery import count_heads, effective_weight, group_size, is_removed
+from hf_freeze.surgery import Kept, count_heads, effective_weight, group_size, is_removed
 
 
 def without_zeros(model: Any, *, uneven: bool, heads: bool) -> Any:
@@ -66,10 +66,10 @@ def _first(used: Tensor, count: int) -> list[int]:
     return sorted(order[: max(count, int(used.sum()))])
 
 
-def _used_neurons(model: Any, architecture: Architecture, uneven: bool) -> dict[str, list[int]]:
+def _used_neurons(model: Any, architecture: Architecture, uneven: bool) -> dict[str, Kept]:
     """FFN -> the neurons that stay, where some go."""
     outputs = {name: linears[-1] for name, linears in architecture.ffns(model.config).items()}
     used = {name: ~_zero_columns(model, linear) for name, linear in outputs.items()}
     counts = [max(1, int(one.sum())) for one in used.values()]
-    kept = {name: _first(one, 1 if uneven else max(counts)) for name, one in used.items()}
+    kept: dict[str, Any] = {name: _first(one, 1 if uneven else max(counts)) for name, one in used.items()}
     return {name: neurons for name, neurons in kept.items() if len(neurons) < len(used[name])}
