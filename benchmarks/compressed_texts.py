@@ -46,7 +46,7 @@ from hf_freeze.compression.choose import levels
 from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.engine import serve
 from hf_freeze.compression.settings import Settings
-from hf_freeze.compression.shape import Shape, methods_of, whole
+from hf_freeze.compression.shape import Shape, full_shape, methods_of
 from hf_freeze.io import bytes_of
 from hf_freeze.lab.data import read_text, sample
 from hf_freeze.publish.export.served import answers, opened
@@ -116,17 +116,17 @@ def controls(compression: Compression, size: int, seed: int) -> Iterator[tuple[s
             variant = subject.cut(cut) if calibrated else hf_freeze.make_variant(subject.model, cut)
             original.save(variant, subject.tokenizer, folder)
         served = serve(folder, engine.format, engine.quantization, compression.out / "engine" / folder.name)
-        yield f"{name}: {compression.words(shape)}", served
+        yield f"{name}: {compression.original.words(shape)}", served
 
 
 def uniform(compression: Compression, size: int) -> Shape | None:
     """With the most heads and neurons, in equal shares, that fit in int8; with as many tokens as leave room for any."""
     blocks = compression.blocks
-    for tokens in sorted(compression.losses.tokens, reverse=True):
+    for tokens in sorted(compression.search.distances.tokens, reverse=True):
         for share in np.linspace(1, 0.05, 96):
             units = {name: nearest(block, share, compression) for name, block in blocks.items()}
-            shape = replace(whole(compression.depths, blocks, 8), units=units, tokens=tokens)
-            if compression.prices.cost(shape)[0] <= size:
+            shape = replace(full_shape(compression.depths, blocks, 8), units=units, tokens=tokens)
+            if compression.search.prices.cost(shape)[0] <= size:
                 return shape
     return None
 
@@ -139,12 +139,12 @@ def drawn(compression: Compression, size: int, random: np.random.Generator) -> S
     blocks = compression.blocks
     for _ in range(_DRAWS):
         shape = Shape(
-            layers=whole(compression.depths, blocks, 8).layers,
+            layers=full_shape(compression.depths, blocks, 8).layers,
             units={name: int(random.choice(levels(b, compression.options))) for name, b in blocks.items()},
             bits={name: int(random.choice(compression.options.bits)) for name in [*blocks, "tables"]},
-            tokens=int(random.choice(sorted(compression.losses.tokens))),
+            tokens=int(random.choice(sorted(compression.search.distances.tokens))),
         )
-        if 0.97 * size <= compression.prices.cost(shape)[0] <= size:
+        if 0.97 * size <= compression.search.prices.cost(shape)[0] <= size:
             return shape
     return None
 
@@ -152,13 +152,13 @@ def drawn(compression: Compression, size: int, random: np.random.Generator) -> S
 def shallow(compression: Compression, size: int) -> Shape | None:
     """With the most tokens and layers, in 8 or 4 bits."""
     (stack, depth), *_ = compression.depths.items()
-    for tokens in sorted(compression.losses.tokens, reverse=True):
+    for tokens in sorted(compression.search.distances.tokens, reverse=True):
         for bits in (8, 4):
             for count in range(depth - 1, 0, -1):
                 kept = sorted({round(at) for at in np.linspace(0, depth - 1, count)})
-                every = whole(compression.depths, compression.blocks, bits)
+                every = full_shape(compression.depths, compression.blocks, bits)
                 shape = replace(every, layers={stack: tuple(kept)}, tokens=tokens)
-                if compression.prices.cost(shape)[0] <= size:
+                if compression.search.prices.cost(shape)[0] <= size:
                     return shape
     return None
 

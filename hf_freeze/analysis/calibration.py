@@ -49,7 +49,7 @@ def fidelity(original: Any, variant: Any, texts: Any, tokenizer: Any = None) -> 
 
     `texts`, `tokenizer`: as for `calibrate`. Raises ValueError as `calibrate`, and for models with different outputs.
     """
-    return fidelity_on(original, variant, samples_of(original, texts, tokenizer).whole().batches)
+    return fidelity_on(original, variant, samples_of(original, texts, tokenizer).undivided().batches)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_freeze.methods._checks import check_integer, is_number
+from hf_freeze.methods.checks import check_integer, is_number
 
 _MOST_BANDS = 4
 _DISORDER = 2 / 3  # the largest share of the gain from an order by frequency that the ids may miss

@@ -15,7 +15,7 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.gated import Gated
 from hf_freeze.layers.no_attention import NoHeads
-from hf_freeze.methods._checks import check_choice, check_integer, check_one_given, check_positive_share
+from hf_freeze.methods.checks import check_choice, check_integer, check_one_given, check_positive_share
 from hf_freeze.model.running import in_eval_mode, token_mask
 
 REDUCTIONS = ("per_token", "per_example", "per_batch")

@@ -12,7 +12,7 @@ from hf_freeze import surgery
 from hf_freeze.analysis._probe import batches_on, check_model, layer_places, loss_rises
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.methods import LayerDrop, LayerSelection
-from hf_freeze.methods._checks import check_choice
+from hf_freeze.methods.checks import check_choice
 from hf_freeze.model.running import in_eval_mode, token_mask
 from hf_freeze.surgery.sublayers import ATTENTION, FFN, check_sublayers, last_linears
 

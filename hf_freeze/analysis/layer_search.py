@@ -10,7 +10,7 @@ import torch
 from hf_freeze.analysis._probe import check_model, count_labels, loss_of
 from hf_freeze.analysis.depth import extract_depth
 from hf_freeze.methods import LayerSelection
-from hf_freeze.methods._checks import check_positive
+from hf_freeze.methods.checks import check_positive
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.running import in_eval_mode, on_device, without_cache
 from hf_freeze.progress import track

@@ -17,7 +17,7 @@ from hf_freeze import surgery
 from hf_freeze.analysis._probe import batches_on, check_model
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.compat.transformers import attention_implementation
-from hf_freeze.methods._checks import check_positive
+from hf_freeze.methods.checks import check_positive
 from hf_freeze.model.running import in_eval_mode, on_device, token_mask, without_cache
 
 

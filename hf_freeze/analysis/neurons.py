@@ -13,7 +13,7 @@ from hf_freeze import methods, surgery
 from hf_freeze.analysis._probe import batches_on, check_model, check_scores, input_hooks, inputs_and_gradients
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.derived import features
-from hf_freeze.methods._checks import check_choice, check_one_given, check_positive, check_positive_share
+from hf_freeze.methods.checks import check_choice, check_one_given, check_positive, check_positive_share
 from hf_freeze.model.running import in_eval_mode, token_mask
 
 SCORES = ("magnitude", "activation", "taylor")

@@ -17,7 +17,7 @@ from hf_freeze.analysis.latency import check_tokens, median_ms
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.layers.tensor_train import check_ranks
-from hf_freeze.methods._checks import is_number
+from hf_freeze.methods.checks import is_number
 from hf_freeze.progress import track
 
 _ROUNDING = 1e-10  # a smaller share of the energy may be a rounding error of fp32 weights and their Gram matrices

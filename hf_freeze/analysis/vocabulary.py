@@ -15,7 +15,7 @@ from transformers import MarianTokenizer
 
 from hf_freeze import methods
 from hf_freeze.data.trimming import check_kind, merges, special_tokens
-from hf_freeze.methods._checks import check_choice, check_one_given, check_positive_share
+from hf_freeze.methods.checks import check_choice, check_one_given, check_positive_share
 
 CHARACTERS = ("occurring", "all")
 _BATCH_SIZE = 1000  # texts

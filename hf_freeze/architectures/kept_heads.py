@@ -88,6 +88,7 @@ class _OwnBias:
     def __init__(self, attention: nn.Module, kept: Sequence[int], heads: int, names: tuple[str, ...]) -> None:
         self.kept, self.heads, self.names = list(kept), heads, names
         self.whole: torch.Tensor | None = None
+        self.attention = attention  # a copy of the model calls with its own
         self.attention_class: Any = type(attention)
 
     def before(self, attention: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -87,7 +87,7 @@ def compress(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="What serves the model: ctranslate2 or onnx, in int8; or torch. By default one for the task."
+            help="What serves the model: ctranslate2, onnx or gguf, in int8; or torch. By default one for the task."
         ),
     ] = None,
     native: Annotated[
@@ -163,10 +163,10 @@ def compress(
 
 def _signals(model: str, paths: list[Path]) -> list[Any]:
     """The images or sounds in these files and folders; none where they are texts."""
-    from hf_freeze.data.files import found
+    from hf_freeze.data.files import matching_files
     from hf_freeze.data.signals import kind_of_signals, read_image, read_sound
 
-    files = found(paths)
+    files = matching_files(paths)
     kind = kind_of_signals(files)
     if kind == "sounds":
         from transformers import AutoFeatureExtractor

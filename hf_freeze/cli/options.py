@@ -51,10 +51,10 @@ def texts_in(files: list[Path], unit: str, column: str) -> Sequence[str]:
 
     Raises the errors of `read_lines`, and MissingExtra for tables where the laboratory, which reads them, is not installed.
     """
-    from hf_freeze.data.files import found, kind_of
+    from hf_freeze.data.files import kind_of, matching_files
     from hf_freeze.data.lines import UNITS
 
-    files = found(files)
+    files = matching_files(files)
     if any(kind_of(file) != "lines" for file in files):
         return laboratory.texts_of_tables(files, unit, column)
     return [text for file in files for text in UNITS[unit](file)]

@@ -67,6 +67,12 @@ class Budget:
             limits["max_ms"] = self.ms_share * ms
         return copy.copy(self)._set(**limits)
 
+    @property
+    def for_estimates(self) -> tuple[float, float | None]:
+        """(bytes, infinite where they are not limited, and milliseconds, less a reserve for what an estimate is off)"""
+        size = math.inf if self.max_bytes is None else float(self.max_bytes)
+        return size, self.max_ms and self.max_ms * (1 - TIME_RESERVE)
+
     def to_dict(self) -> dict[str, Any]:
         """The limits as they were given, for JSON."""
         size, ms = (

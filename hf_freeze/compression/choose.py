@@ -1,5 +1,5 @@
-"""Which shape loses least within the limits: one integer program over layers, heads, neurons, tokens and bits, solved by HiGHS
-(scipy.optimize.milp)."""
+"""Which shape stays nearest to the original within the limits: one integer program over layers, heads, neurons, tokens and
+bits, solved by HiGHS (scipy.optimize.milp)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
 from hf_freeze.compression.blocks import Block
-from hf_freeze.compression.losses import Losses
+from hf_freeze.compression.distances import Distances
 from hf_freeze.compression.prices import Prices
 from hf_freeze.compression.shape import Shape
 
@@ -47,7 +47,7 @@ class _Variable:
 
     part: str
     value: tuple[int, ...]
-    loss: float
+    distance: float
     bytes: float
     ms: float
 
@@ -55,16 +55,16 @@ class _Variable:
 class Program:
     """All choices for one model; `solve` may be called with many limits."""
 
-    def __init__(self, blocks: Mapping[str, Block], losses: Losses, prices: Prices, options: Options) -> None:
-        self._blocks, self._losses, self._prices, self._options = blocks, losses, prices, options
+    def __init__(self, blocks: Mapping[str, Block], distances: Distances, prices: Prices, options: Options) -> None:
+        self._blocks, self._distances, self._prices, self._options = blocks, distances, prices, options
         self._variables = [*self._of_stacks(), *self._of_blocks(), *self._of_tables(), *self._of_widths()]
         self._rows, self._low, self._high = self._constraints()
 
     def solve(self, max_bytes: float, max_ms: float | None) -> tuple[Shape, float] | None:
-        """(the shape of least loss within the limits, that loss); None if there is none. `max_bytes` may be infinite."""
+        """(the nearest shape within the limits, its expected distance); None if there is none. `max_bytes` may be infinite."""
         limits = {"bytes": max_bytes - self._prices.fixed_bytes}
         limits |= {} if max_ms is None else {"ms": max_ms - self._prices.fixed_ms}
-        return self._least("loss", {cost: limit for cost, limit in limits.items() if np.isfinite(limit)})
+        return self._least("distance", {cost: limit for cost, limit in limits.items() if np.isfinite(limit)})
 
     def smallest(self, cost: str, max_ms: float | None = None) -> Shape:
         """The shape of the least "bytes" or "ms": of those within a time, or if there is none, the fastest."""
@@ -94,11 +94,11 @@ class Program:
 
     def _of_stacks(self) -> list[_Variable]:
         found = []
-        for stack, depths in self._losses.layers.items():
-            for depth, (_, loss) in depths.items():
+        for stack, depths in self._distances.layers.items():
+            for depth, (_, distance) in depths.items():
                 if depth == max(depths) or "layers" in self._options.may_go:
                     cost = self._prices.of_layers(stack, depth)
-                    found.append(_Variable(f"stack {stack}", (depth,), loss, *cost))
+                    found.append(_Variable(f"stack {stack}", (depth,), distance, *cost))
         return found
 
     def _of_blocks(self) -> list[_Variable]:
@@ -106,16 +106,18 @@ class Program:
         for name, block in self._blocks.items():
             for units in levels(block, self._options):
                 for bits in self._options.bits:
-                    loss = self._losses.of_units(block, units) + self._losses.of_bits(name, bits, units / block.units)
-                    found.append(_Variable(name, (units, bits), loss, *self._prices.of_block(block, units, bits)))
+                    distance = self._distances.of_units(block, units) + self._distances.of_bits(
+                        name, bits, units / block.units
+                    )
+                    found.append(_Variable(name, (units, bits), distance, *self._prices.of_block(block, units, bits)))
         return found
 
     def _of_tables(self) -> list[_Variable]:
         found = []
-        for tokens in self._losses.tokens:
-            if tokens == max(self._losses.tokens) or "tokens" in self._options.may_go:
+        for tokens in self._distances.tokens:
+            if tokens == max(self._distances.tokens) or "tokens" in self._options.may_go:
                 for bits in self._options.bits:
-                    total = self._losses.of_tokens(tokens) + self._losses.of_bits("tables", bits, 1.0)
+                    total = self._distances.of_tokens(tokens) + self._distances.of_bits("tables", bits, 1.0)
                     found.append(_Variable("tables", (tokens, bits), total, *self._prices.of_tables(tokens, bits)))
         return found
 
@@ -148,7 +150,7 @@ class Program:
             add(where(part), 1.0, 1.0)
         for name, block in self._blocks.items():
             stack, layer = block.place
-            with_it = [depth for depth, (kept, _) in self._losses.layers[stack].items() if layer in kept]
+            with_it = [depth for depth, (kept, _) in self._distances.layers[stack].items() if layer in kept]
             add(where(name) - sum(where(f"stack {stack}", (depth,)) for depth in with_it), 0.0, 0.0)
             if self._options.uniform:
                 for value in dict.fromkeys(one.value for one in self._variables if one.part == name):
@@ -162,7 +164,9 @@ class Program:
 
     def _shape(self, chosen: Sequence[_Variable]) -> Shape:
         values = {one.part: one.value for one in chosen}
-        layers = {stack: self._losses.layers[stack][values[f"stack {stack}"][0]][0] for stack in self._losses.layers}
+        layers = {
+            stack: self._distances.layers[stack][values[f"stack {stack}"][0]][0] for stack in self._distances.layers
+        }
         units = {name: values[name][0] if name in values else block.units for name, block in self._blocks.items()}
         bits = {name: values[name][1] if name in values else self._options.bits[0] for name in self._blocks}
         tokens = values["tables"][0]

@@ -3,7 +3,7 @@
 import importlib.util
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from hf_freeze.io import whole_folder
 from hf_freeze.model.loading import load_tokenizer
 from hf_freeze.publish.export import ctranslate2
 from hf_freeze.publish.export.convert import export_model
+from hf_freeze.publish.export.folders import require
+from hf_freeze.publish.export.gguf_model import FAMILIES
 from hf_freeze.publish.latency import Worker, measure
 
 # Of a saved model, with what reads its inputs.
@@ -24,33 +26,60 @@ _WRITTEN = 16  # tokens, when times of language models are measured
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """`bits`: of weights, the most first; `float_bytes`: of numbers that are none, such as biases; `uniform`: whether it needs
-    one width for all layers of a stack."""
+    """`bits`: of weights, the most first; `float_bytes`: of numbers that are none, such as biases; `scale_bytes`: of scales for
+    each weight, where they do not depend on the hidden size; `uniform`: whether it needs one width for all layers of a stack;
+    `multiple`: of the neurons that a layer keeps; `lists`: whether its folders have a config with what is kept."""
 
     name: str
     format: str | None
     quantization: str | None
     bits: tuple[int, ...]
     float_bytes: int = 4
+    scale_bytes: float | None = None
     uniform: bool = False
+    multiple: int = 8
+    lists: bool = True
 
 
 ENGINES = {
     "onnx": Engine(name="onnx", format="onnx", quantization="int8", bits=(8, 4)),
     "ctranslate2": Engine(
-        name="ctranslate2", format="ctranslate2", quantization="int8_float16", bits=(8,), float_bytes=2, uniform=True
+        name="ctranslate2",
+        format="ctranslate2",
+        quantization="int8_float16",
+        bits=(8,),
+        float_bytes=2,
+        uniform=True,
+        lists=False,
+    ),
+    "gguf": Engine(
+        name="gguf",
+        format="gguf",
+        quantization="q8_0",
+        bits=(8,),
+        scale_bytes=2 / 32,
+        multiple=32,  # which q8_0 needs
+        lists=False,
     ),
     "torch": Engine(name="torch", format=None, quantization=None, bits=(32,)),
 }
 
 
 def engine_for(name: str | None, task: str, model_type: str) -> Engine:
-    """By default CTranslate2 for translators that it knows, else ONNX Runtime. Raises ValueError for an unknown engine."""
+    """By default CTranslate2 for translators that it knows, else ONNX Runtime. Raises ValueError for an unknown engine, and where
+    llama.cpp does not know the model or is not installed."""
     if name is None:
         knows = task == "seq2seq-lm" and task in ctranslate2.SUPPORTED_TASKS.get(model_type, ())
         name = "ctranslate2" if knows and importlib.util.find_spec("ctranslate2") else "onnx"
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}; choose from {list(ENGINES)}")
+    if name == "gguf":
+        require("llama_cpp", "llama-cpp")
+        if model_type not in FAMILIES or task not in FAMILIES[model_type].tasks:
+            raise ValueError(
+                f"gguf does not support {model_type} ({task}); choose from {', '.join(FAMILIES)}, or engine onnx"
+            )
+        return replace(ENGINES[name], uniform=FAMILIES[model_type].uneven is None)
     return ENGINES[name]
 
 

@@ -42,7 +42,7 @@ class Inputs:
         return cls(drawn[2 * count :], drawn[count : 2 * count], drawn[:count])
 
     @property
-    def compared(self) -> list[Any]:
+    def dev_subset(self) -> list[Any]:
         """Those of dev by which shapes are compared in PyTorch."""
         return self.dev[:_MOST_HELD_OUT]
 
@@ -62,14 +62,14 @@ class Inputs:
 def batches_of(served: Served, items: Sequence[Any]) -> Samples:
     """For a forward of the model; models that write read what they themselves write."""
     if isinstance(items[0], dict):
-        return samples_of(served.model, items).whole()
+        return samples_of(served.model, items).undivided()
     if served.extractor is None and served.task != "multiple-choice":
         items = [served.read(item) if isinstance(item, str) else item for item in items]
-        return samples_of(served.model, items, served.tokenizer).whole()
+        return samples_of(served.model, items, served.tokenizer).undivided()
     batches = forward_batches(served, items)
     if served.task == "speech-seq2seq":
         batches = [batch | own_targets(served.model, batch) for batch in batches]
-    return samples_of(served.model, batches).whole()
+    return samples_of(served.model, batches).undivided()
 
 
 def digest_of_items(items: Any) -> str:

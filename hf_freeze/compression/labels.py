@@ -78,25 +78,25 @@ def check_labels(original: Served, labels: Labels) -> None:
         raise ValueError(
             "labels need inputs to choose by (dev) and for the final score (test), better some hundred each"
         )
-    for part in (labels.dev, labels.test):
-        _read(original, labels, part)
+    for split in (labels.dev, labels.test):
+        _read(original, labels, split)
 
 
-def score_of(labels: Labels, part: Labelled, original: tuple[Served, Answers], found: tuple[Served, Answers]) -> Score:
-    """Of a model and its answers to `part` beside the original and its answers."""
-    metric, wanted = metric_of(original[0], labels), _read(original[0], labels, part)
+def score_of(labels: Labels, split: Labelled, original: tuple[Served, Answers], found: tuple[Served, Answers]) -> Score:
+    """Of a model and its answers to `split` beside the original and its answers."""
+    metric, wanted = metric_of(original[0], labels), _read(original[0], labels, split)
     items = []
     for served, answers in (original, found):
-        rows = np.zeros((len(part), metric.width))  # an input without an answer has zeros
+        rows = np.zeros((len(split), metric.width))  # an input without an answer has zeros
         for number, (first, answer) in enumerate(zip(original[1].items, answers.items, strict=True)):
             if answer:
-                one = _Answer(served=served, item=part[number][0], answer=answer, original=first)
+                one = _Answer(served=served, item=split[number][0], answer=answer, original=first)
                 rows[number] = metric.row(one, wanted[number])
         items.append(rows)
     both = compare({"original": [items[0]], "found": [items[1]]}, metric.score)[0]
     before, after = (float(metric.score(each.sum(0))) for each in items)
     interval = {"difference": both.difference, "low": both.low, "high": both.high}
-    return Score(name=metric.name, value=after, original=before, count=len(part), **interval)
+    return Score(name=metric.name, value=after, original=before, count=len(split), **interval)
 
 
 def metric_of(original: Served, labels: Labels) -> _Metric:
@@ -116,9 +116,9 @@ def metric_of(original: Served, labels: Labels) -> _Metric:
     return _OF_TWO[labels.metric]
 
 
-def _read(original: Served, labels: Labels, part: Labelled) -> list[Any]:
+def _read(original: Served, labels: Labels, split: Labelled) -> list[Any]:
     """The labels as `row` takes them: with the model's numbers of classes, which go by their names where both have the same."""
-    found, config = [label for _, label in part], original.model.config
+    found, config = [label for _, label in split], original.model.config
     if original.task == "multiple-choice" or original.task not in _CLASSES or config.num_labels == 1:
         return found
     theirs = dict(config.id2label)

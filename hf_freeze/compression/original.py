@@ -1,7 +1,7 @@
 """The model to compress, as it is: its files, its tokens, and what it answers to the inputs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,10 @@ from huggingface_hub import snapshot_download
 from hf_freeze.analysis.answers import Answers
 from hf_freeze.analysis.vocabulary import choose_vocabulary, count_tokens
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.engine import FILES, files_of
 from hf_freeze.compression.inputs import Inputs, batches_of
+from hf_freeze.compression.shape import Shape, in_words, methods_of
 from hf_freeze.data.trimming import check_kind, trim_tokenizer
 from hf_freeze.io import whole_folder
 from hf_freeze.methods import VocabularyTrimming
@@ -89,11 +91,28 @@ class Original:
         """Of the files of the model and of what reads its inputs."""
         return sum(path.stat().st_size for path in files_of(self.folder))
 
-    def expected(self, part: str) -> Answers:
-        """What the original answers to the inputs "compared", "dev" or "test"."""
-        if part not in self._answers:
-            self._answers[part] = answers(self.served, getattr(self.inputs, part))
-        return self._answers[part]
+    def expected(self, split: str) -> Answers:
+        """What the original answers to the inputs "dev_subset", "dev" or "test"."""
+        if split not in self._answers:
+            self._answers[split] = answers(self.served, getattr(self.inputs, split))
+        return self._answers[split]
+
+    @cached_property
+    def blocks(self) -> dict[str, Block]:
+        """Its attentions and FFNs by name, with what each loses with fewer heads or neurons: measured at the first use."""
+
+        def measure() -> dict[str, Any]:
+            subject = self.subject()
+            return {name: asdict(block) for name, block in blocks_of(subject.model, subject.samples).items()}
+
+        return {name: Block(**values) for name, values in self._once("blocks", measure).items()}
+
+    def methods_of(self, shape: Shape) -> list[Method]:
+        """Those that cut the model, which has the tokens of the shape already, to `shape`."""
+        return methods_of(shape, self.blocks, self.depths)
+
+    def words(self, shape: Shape) -> str:
+        return in_words(shape, self.blocks, self.depths, self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -116,7 +135,7 @@ class Original:
         if tokens not in self._subjects:
             self._subjects = {size: one for size, one in self._subjects.items() if size is None}  # at most two models
             served = self.served if tokens is None else self.trimmed(tokens)
-            learnt, compared = self.inputs.learnt[: self._samples], self.inputs.compared
+            learnt, compared = self.inputs.learnt[: self._samples], self.inputs.dev_subset
             if tokens is not None and served.task == "seq2seq-lm":  # it would not write what it wrote with all tokens
                 learnt, compared = self._written_samples, self.written
             self._subjects[tokens] = Subject(served, batches_of(served, learnt), batches_of(served, compared).batches)
@@ -129,9 +148,9 @@ class Original:
 
     @cached_property
     def written(self) -> list[tuple[str, str]]:
-        """Of a translator: the inputs "compared", each with what it writes."""
-        items = self.expected("compared").items
-        return _paired(_sources(self.inputs.compared), [answer["text"] for answer in items])
+        """Of a translator: the inputs "dev_subset", each with what it writes."""
+        items = self.expected("dev_subset").items
+        return _paired(_sources(self.inputs.dev_subset), [answer["text"] for answer in items])
 
     @cached_property
     def _written_samples(self) -> list[tuple[str, str]]:

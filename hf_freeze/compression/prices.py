@@ -23,7 +23,7 @@ _OF_LAYERS = 0.6  # share of a graph that its layers take, at least
 class Sizes:
     """`of_token`: numbers in the tables for each token; `token_bytes`: of the tokenizer's files; `hidden`: size; `of_layer`:
     stack -> bytes of a layer besides its weights; `bits`: of the whole model in the engine, `bytes`: of its folder. `lists`:
-    whether a folder of this engine has a config with what is kept."""
+    whether a folder of this engine has a config with what is kept. `scale_bytes`: see `Engine`."""
 
     of_token: int
     tokens: int
@@ -33,6 +33,7 @@ class Sizes:
     hidden: int = 256
     of_layer: Mapping[str, float] = field(default_factory=dict)
     lists: bool = False
+    scale_bytes: float | None = None
 
 
 def sizes_of(model: Any, tokens: int, depths: Mapping[str, int], folder: Path, size: int, engine: Engine) -> Sizes:
@@ -52,7 +53,8 @@ def sizes_of(model: Any, tokens: int, depths: Mapping[str, int], folder: Path, s
         bytes=size,
         hidden=hidden_size(model.config),
         of_layer=of_layer,
-        lists=engine.format != "ctranslate2",
+        lists=engine.lists,
+        scale_bytes=engine.scale_bytes,
     )
 
 
@@ -92,7 +94,8 @@ class Prices:
         # Of a weight, with its scales of 4 bytes: in 8 bits one for each output, of which FFNs have fewer; in 4 bits one for each
         # group of a row, the last of which is filled up.
         groups, hidden = -(-sizes.hidden // GROUP), sizes.hidden
-        self._bytes = {32: 4.0, 16: 2.0, 8: 1 + 3 / hidden, 4: groups * (GROUP / 2 + 4) / hidden}
+        scales = 3 / hidden if sizes.scale_bytes is None else sizes.scale_bytes
+        self._bytes = {32: 4.0, 16: 2.0, 8: 1 + scales, 4: groups * (GROUP / 2 + 4) / hidden}
         self._of_layer, self._of_weight = dict.fromkeys(depths, 0.0), dict.fromkeys(depths, 0.0)
         counted = sum(self.of_block(block, block.units, sizes.bits)[0] for block in blocks.values())
         counted += self.of_tables(sizes.tokens, sizes.bits)[0]

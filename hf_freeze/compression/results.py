@@ -23,7 +23,7 @@ class Tried:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class Build:
     """A shape in its engine, of these costs: see `Measured`. `model`: the folder of the variant, None for the whole model."""
 
     shape: Shape
@@ -46,6 +46,7 @@ class Measured:
 
     @property
     def loss(self) -> float:
+        """In points: see `points_lost`."""
         return points_lost(self.fidelity, self.score)
 
     @property

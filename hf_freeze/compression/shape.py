@@ -33,7 +33,7 @@ class Shape:
         return layer in self.layers[stack]
 
 
-def whole(depths: Mapping[str, int], blocks: Mapping[str, Block], bits: int) -> Shape:
+def full_shape(depths: Mapping[str, int], blocks: Mapping[str, Block], bits: int) -> Shape:
     return Shape(
         layers={stack: tuple(range(depth)) for stack, depth in depths.items()},
         units={name: block.units for name, block in blocks.items()},

@@ -76,7 +76,7 @@ def kind_of(path: str | Path) -> str:
     return _KINDS.get((endings(path) or [""])[-1].lower(), "lines")
 
 
-def found(paths: Iterable[str | Path]) -> list[Path]:
+def matching_files(paths: Iterable[str | Path]) -> list[Path]:
     """The files that these name, in order: files, folders, and patterns such as `reviews/*.csv`. Of a folder, the files in it.
 
     Raises FileNotFoundError for a folder or a pattern without files; a missing file is noticed where it is read.

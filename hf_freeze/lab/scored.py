@@ -20,6 +20,7 @@ from hf_freeze.lab.training.decoding import most_new_tokens, translate
 from hf_freeze.model.loading import check_exists, load_tokenizer
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
 from hf_freeze.publish.export.folders import mark_of
+from hf_freeze.publish.export.llama_served import LlamaCppForward, LlamaCppTranslator
 
 TASKS = ("translation", "sequence-classification")
 _BATCH = 32
@@ -86,10 +87,12 @@ def items_of(folder: Path, task: str, split: Any, decoding: Mapping[str, Any]) -
 def translator_of(folder: Path, decoding: Mapping[str, Any]) -> Callable[[list[str]], list[str]]:
     """What translates texts in the engine. Open once for several calls."""
     tokenizer = load_tokenizer(folder)
-    if mark_of(folder).get("format") != "ctranslate2":
+    kind = mark_of(folder).get("format")
+    if kind not in ("ctranslate2", "gguf"):
         model = AutoModelForSeq2SeqLM.from_pretrained(folder)
         return lambda texts: translate(model, tokenizer, texts, **decoding)
-    translator = CTranslate2Translator(folder, intra_threads=torch.get_num_threads())
+    options = {"intra_threads": torch.get_num_threads()}
+    translator = LlamaCppTranslator(folder) if kind == "gguf" else CTranslate2Translator(folder, **options)
 
     def translated(texts: list[str]) -> list[str]:
         longest = max(map(len, tokenizer(texts, truncation=True)["input_ids"]))
@@ -102,15 +105,19 @@ def translator_of(folder: Path, decoding: Mapping[str, Any]) -> Callable[[list[s
 def _classes(folder: Path, split: Any) -> list[int]:
     """The numbers, in the data, of the classes that the engine answers."""
     tokenizer = load_tokenizer(folder)
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    if mark_of(folder).get("format") == "gguf":
+        model: Any = LlamaCppForward(folder, "sequence-classification")
+        theirs = dict(enumerate(model.engine.labels()))
+    else:
+        model = AutoModelForSequenceClassification.from_pretrained(folder)
+        theirs = model.config.id2label
     columns, classes = columns_of(split), []
     with torch.inference_mode():
         for start in range(0, len(split), _BATCH):
             rows = split[start : start + _BATCH]
             inputs = tokenizer(*(rows[name] for name in columns), truncation=True, padding=True, return_tensors="pt")
-            classes += model(**inputs).logits.argmax(-1).tolist()
+            classes += model(**inputs)["logits"].argmax(-1).tolist()
     names = getattr(split.features["label"], "names", [])
-    theirs = model.config.id2label
     if theirs and set(names) == set(theirs.values()):  # the model may number the same classes in another order
         return [names.index(theirs[number]) for number in classes]
     return classes

@@ -26,7 +26,7 @@ def thin_constants(
 
 
 @contextmanager
-def whole(module: Any) -> Iterator[None]:
+def native_shapes(module: Any) -> Iterator[None]:
     """Inside, the constants of a module have their native shapes; then the kept channels of what was computed are taken."""
     kept_constants = vars(module).pop(_KEPT, None)  # so that it acts once
     if kept_constants is None:

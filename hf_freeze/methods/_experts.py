@@ -6,7 +6,7 @@ import torch
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
-from hf_freeze.methods._checks import check_numbers_by_name, check_positive
+from hf_freeze.methods.checks import check_numbers_by_name, check_positive
 from hf_freeze.methods.parts import Statistics
 
 Experts = int | dict[str, list[int]] | None

@@ -9,10 +9,10 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Attention
 from hf_freeze.layers.hard_concrete import HardConcrete
 from hf_freeze.layers.masked_heads import MaskedHeads, settle
-from hf_freeze.methods._checks import training_span
 from hf_freeze.methods._heads import has_more_than_linears, kept_count, removed_together
 from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods.base import Model
+from hf_freeze.methods.checks import training_span
 from hf_freeze.methods.parts import Objective, Part, Schedule, Step
 
 HEAD_SCOPES = ("attention", "global")

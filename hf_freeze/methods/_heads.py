@@ -6,7 +6,7 @@ from typing import Any
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, in_layers
 from hf_freeze.layers.derived import features
-from hf_freeze.methods._checks import check_numbers_by_name
+from hf_freeze.methods.checks import check_numbers_by_name
 
 
 def check_heads_type(heads: Any, owner: str) -> None:

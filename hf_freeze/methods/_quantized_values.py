@@ -94,7 +94,7 @@ class Values:
             surgery.set_values(module.bias, new_bias)
         statistics.record(name, before, loss(weight, module.dense_weight(), moments, bias, module.bias))
 
-    def _round_experts(self, owner: str, moments: Any) -> None:
+    def _round_experts(self, owner: str, moments: Mapping[str, Moments | None]) -> None:
         """Round the matrices of the experts `owner`: each to the nearest, or by its moments."""
         experts, integers = (model.base_model.get_submodule(owner) for model in (self.old, self.new))
         for name, module in integer_experts.held_matrices(integers):

@@ -8,9 +8,9 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.sparse import SparseLinear
-from hf_freeze.methods._checks import wrong
-from hf_freeze.methods._linear import LINEARS, LinearMethod
 from hf_freeze.methods.base import Facts, Model
+from hf_freeze.methods.checks import wrong
+from hf_freeze.methods.linear import LINEARS, LinearMethod
 
 M = TypeVar("M", bound="SparseMethod")
 

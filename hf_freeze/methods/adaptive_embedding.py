@@ -13,10 +13,10 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, full_name
 from hf_freeze.layers.adaptive_embedding import AdaptiveInputEmbedding, AdaptiveSoftmax, BandedOutput, band_edges
 from hf_freeze.layers.factorized_embedding import nearest_factors
-from hf_freeze.methods._checks import check_fields, check_positive, one_of, wrong
-from hf_freeze.methods._linear import set_field
 from hf_freeze.methods._tables import make_dense, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import check_fields, check_positive, one_of, wrong
+from hf_freeze.methods.linear import set_field
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
 

@@ -13,9 +13,9 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
-from hf_freeze.methods._checks import check_fields, check_positive, check_share_below_one, nearest_multiples
 from hf_freeze.methods._tables import make_dense, names_of_parameters, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import check_fields, check_positive, check_share_below_one, nearest_multiples
 from hf_freeze.methods.registry import register_method
 
 _DEEPEST = 64

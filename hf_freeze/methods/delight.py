@@ -12,7 +12,9 @@ from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.layers.dextra import SPECS, STEP, DExTraAttention, DExTraEmbedding, DExTraSizes, dextra_sizes
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.methods._blocks import check_blocks, with_blocks
-from hf_freeze.methods._checks import (
+from hf_freeze.methods._tables import names_of_parameters
+from hf_freeze.methods.base import Facts, Method, Model
+from hf_freeze.methods.checks import (
     check_bool,
     check_fields,
     check_positive,
@@ -22,8 +24,6 @@ from hf_freeze.methods._checks import (
     one_of,
     wrong,
 )
-from hf_freeze.methods._tables import names_of_parameters
-from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.registry import register_method
 
 _DEEPEST = 64

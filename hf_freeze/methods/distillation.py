@@ -18,8 +18,8 @@ from hf_freeze.architectures.registry import VARIANT_PREFIX
 from hf_freeze.architectures.tasks import tasks_of
 from hf_freeze.compat.transformers import mask_of_frames
 from hf_freeze.layers.hooks import captured_outputs
-from hf_freeze.methods._checks import check_fields, check_share, is_number, one_of
 from hf_freeze.methods.base import Facts, Method, Model
+from hf_freeze.methods.checks import check_fields, check_share, is_number, one_of
 from hf_freeze.methods.parts import Objective, Part, Step
 from hf_freeze.methods.registry import register_method
 

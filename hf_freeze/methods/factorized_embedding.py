@@ -19,9 +19,9 @@ from hf_freeze.layers.factorized_embedding import (
     centred_axes,
     nearest_factors,
 )
-from hf_freeze.methods._checks import check_bool, check_fields, check_positive
 from hf_freeze.methods._tables import make_dense, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import check_bool, check_fields, check_positive
 from hf_freeze.methods.parts import Part, ResizedTables
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.tables import weighted_table

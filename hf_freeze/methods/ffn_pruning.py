@@ -10,8 +10,10 @@ from typing import Any, Literal
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type, in_layers, set_fields
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.methods._budget import AUTO, Competing, allocated, size_of
-from hf_freeze.methods._checks import (
+from hf_freeze.methods._experts import best_experts, check_experts, experts_left
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.budget import AUTO, Competing, allocated, size_of
+from hf_freeze.methods.checks import (
     check_any_selected,
     check_fields,
     check_numbers_by_name,
@@ -21,8 +23,6 @@ from hf_freeze.methods._checks import (
     is_ascending,
     wrong,
 )
-from hf_freeze.methods._experts import best_experts, check_experts, experts_left
-from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin

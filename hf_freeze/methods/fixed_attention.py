@@ -7,9 +7,9 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.layers.fixed_heads import EMPTY_ROWS, PATTERNS, UNITS, Words
-from hf_freeze.methods._checks import check_any_selected, check_fields, is_ascending, one_of, wrong
 from hf_freeze.methods._heads import chosen_attentions
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import check_any_selected, check_fields, is_ascending, one_of, wrong
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin

@@ -17,7 +17,8 @@ from hf_freeze.architectures.base import (
     is_of_predecessor,
 )
 from hf_freeze.architectures.layer_parts import AttentionParts, check_parts, named_by
-from hf_freeze.methods._checks import (
+from hf_freeze.methods.base import Facts, Method, Model
+from hf_freeze.methods.checks import (
     check_choice,
     check_fields,
     check_integer,
@@ -27,7 +28,6 @@ from hf_freeze.methods._checks import (
     training_span,
     wrong,
 )
-from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.parts import FreezePhase, InitialValues, Part, SeededValues
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor

@@ -9,9 +9,9 @@ from typing import Any
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type, full_name
 from hf_freeze.layers.gated import Gated
-from hf_freeze.methods._checks import check_any_selected, check_bool
 from hf_freeze.methods._heads import check_attentions, check_head, check_heads_type, chosen_attentions
 from hf_freeze.methods.base import Facts, Method, Model
+from hf_freeze.methods.checks import check_any_selected, check_bool
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import SeededTensor
 

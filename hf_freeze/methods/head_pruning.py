@@ -9,15 +9,6 @@ from typing import Any, Literal, cast
 
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, check_layers_type
-from hf_freeze.methods._budget import AUTO, Competing, allocated, size_of
-from hf_freeze.methods._checks import (
-    check_any_selected,
-    check_fields,
-    check_one_given,
-    check_share,
-    number_in,
-    one_of,
-)
 from hf_freeze.methods._gradual_heads import HEAD_SCOPES, FewerHeads, HeadsInTraining, OpenGates, marked
 from hf_freeze.methods._heads import (
     check_attentions,
@@ -31,6 +22,15 @@ from hf_freeze.methods._heads import (
 )
 from hf_freeze.methods._ramps import RAMPS
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.budget import AUTO, Competing, allocated, size_of
+from hf_freeze.methods.checks import (
+    check_any_selected,
+    check_fields,
+    check_one_given,
+    check_share,
+    number_in,
+    one_of,
+)
 from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin

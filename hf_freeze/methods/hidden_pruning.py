@@ -15,8 +15,8 @@ from hf_freeze.architectures.fields import hidden_sizes
 from hf_freeze.architectures.probe import adds_one
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import is_norm
-from hf_freeze.methods._checks import check_one_given, check_positive, is_ascending, wrong
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import check_one_given, check_positive, is_ascending, wrong
 from hf_freeze.methods.parts import Part, SeededValues, Selection, parts_of
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin

@@ -9,8 +9,8 @@ from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.layer_forward import Skipped
 from hf_freeze.layers.learnt_skip import LearntSkip, draw, drop_rates, drop_scores
 from hf_freeze.layers.thinned import Thinned
-from hf_freeze.methods._checks import check_bool, check_fields, check_positive, check_share, wrong
 from hf_freeze.methods.base import Facts, Method, Model
+from hf_freeze.methods.checks import check_bool, check_fields, check_positive, check_share, wrong
 from hf_freeze.methods.parts import Kept, Part, Schedule
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import draws

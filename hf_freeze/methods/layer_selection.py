@@ -8,9 +8,9 @@ from typing import Any
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, check_layers_type
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.methods._checks import check_one_given, check_share
 from hf_freeze.methods._spacing import evenly_spaced
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import check_one_given, check_share
 from hf_freeze.methods.parts import KeptLayers, Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin

@@ -16,9 +16,9 @@ from hf_freeze.architectures.roles import has_module
 from hf_freeze.layers.derived import Derived
 from hf_freeze.layers.factorized import FactorizedLinear
 from hf_freeze.layers.quantized import STORED
-from hf_freeze.methods._checks import check_fields, check_positive, one_of, wrong
-from hf_freeze.methods._linear import set_field
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import check_fields, check_positive, one_of, wrong
+from hf_freeze.methods.linear import set_field
 from hf_freeze.methods.parts import KeptLayers, Part
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.moments import best_dense, loss, together

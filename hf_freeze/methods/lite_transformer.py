@@ -11,7 +11,8 @@ from hf_freeze.compat.transformers import record_weights
 from hf_freeze.layers.convolution import KINDS, KernelConvolution
 from hf_freeze.layers.long_short import ConvolutionAlone, LongShortAttention
 from hf_freeze.methods._blocks import check_blocks, with_blocks
-from hf_freeze.methods._checks import (
+from hf_freeze.methods.base import Facts, Method, Model
+from hf_freeze.methods.checks import (
     check_bool,
     check_fields,
     check_positive,
@@ -19,8 +20,7 @@ from hf_freeze.methods._checks import (
     check_share_below_one,
     one_of,
 )
-from hf_freeze.methods._linear import set_field
-from hf_freeze.methods.base import Facts, Method, Model
+from hf_freeze.methods.linear import set_field
 from hf_freeze.methods.registry import register_method
 
 _WIDEST = 1 << 10

@@ -12,8 +12,8 @@ from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.layers import LowRankLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.low_rank import SOLVERS
-from hf_freeze.methods._checks import check_positive
-from hf_freeze.methods._linear import FactorizedMethod, factors, glorot_std
+from hf_freeze.methods.checks import check_positive
+from hf_freeze.methods.linear import FactorizedMethod, factors, glorot_std
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.low_rank import low_rank
 from hf_freeze.solvers.moments import Moments

@@ -13,10 +13,10 @@ from transformers.pytorch_utils import Conv1D
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.masked import Masked, prune_smallest
-from hf_freeze.methods._checks import check_fields, check_share_below_one, one_of, training_span
 from hf_freeze.methods._ramps import in_stages, ramp
 from hf_freeze.methods._sparse import SPARSE, SparseMethod
 from hf_freeze.methods.base import Facts, Model, Statistics
+from hf_freeze.methods.checks import check_fields, check_share_below_one, one_of, training_span
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 from hf_freeze.solvers.allocation import allocate

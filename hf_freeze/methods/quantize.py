@@ -21,10 +21,10 @@ from hf_freeze.layers.schemes import SCHEMES, Scheme, check_installed
 from hf_freeze.layers.sparse import SparseLinear, Sparsifiable
 from hf_freeze.layers.tensor_train import TensorTrainLinear
 from hf_freeze.layers.tucker import TuckerLinear
-from hf_freeze.methods._checks import check_bool, check_choice, check_one_given, check_share
-from hf_freeze.methods._linear import LINEARS, LinearMethod
 from hf_freeze.methods._quantized_values import Values
 from hf_freeze.methods.base import Facts, Model, Statistics
+from hf_freeze.methods.checks import check_bool, check_choice, check_one_given, check_share
+from hf_freeze.methods.linear import LINEARS, LinearMethod
 from hf_freeze.methods.parts import Part, Schedule
 from hf_freeze.methods.registry import register_method
 

@@ -9,7 +9,7 @@ from hf_freeze.layers import TensorTrainLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
 from hf_freeze.layers.tensor_train import check_ranks, full_ranks
-from hf_freeze.methods._linear import ShapedMethod, factors, glorot_std
+from hf_freeze.methods.linear import ShapedMethod, factors, glorot_std
 from hf_freeze.methods.registry import register_method
 
 

@@ -9,10 +9,10 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, Attention, base_name, canonical_parameters, is_of_predecessor
 from hf_freeze.architectures.kinds import types_of_layers
 from hf_freeze.layers.layer_forward import Replaced
-from hf_freeze.methods._checks import check_fields, check_positive_share, is_number, one_of, wrong
-from hf_freeze.methods._linear import set_field
 from hf_freeze.methods._ramps import RAMPS, ramp
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import check_fields, check_positive_share, is_number, one_of, wrong
+from hf_freeze.methods.linear import set_field
 from hf_freeze.methods.parts import KeptLayers, Part, Schedule, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin, SeededTensor, draws

@@ -8,7 +8,7 @@ from torch import nn
 from hf_freeze.layers import TuckerLinear
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.shapes import modes_of
-from hf_freeze.methods._linear import ShapedMethod, factors, glorot_std
+from hf_freeze.methods.linear import ShapedMethod, factors, glorot_std
 from hf_freeze.methods.registry import register_method
 
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from hf_freeze.architectures.base import Architecture
 from hf_freeze.layers.variational import Variational
-from hf_freeze.methods._checks import check_fields, check_positive, check_share, number_in
 from hf_freeze.methods._ramps import ramp
 from hf_freeze.methods._sparse import SPARSE, SparseMethod
 from hf_freeze.methods.base import Model
+from hf_freeze.methods.checks import check_fields, check_positive, check_share, number_in
 from hf_freeze.methods.parts import Objective, Part, Schedule, Step
 from hf_freeze.methods.registry import register_method
 

@@ -26,7 +26,7 @@ from hf_freeze.compat.transformers import (
     mark_initialized,
     set_keys_to_ignore,
 )
-from hf_freeze.layers.constants import whole
+from hf_freeze.layers.constants import native_shapes
 from hf_freeze.layers.derived import SelfInitialized
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.layers.quantized import STORED
@@ -289,7 +289,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
     def draw_module(self, module: nn.Module, native_draw: Any) -> None:
         """Draw fresh values of one module: natively, or as the module itself does."""
         if not isinstance(module, LowRankOutput):  # as an nn.Linear, it would be drawn natively too
-            with whole(module):
+            with native_shapes(module):
                 native_draw(module)
         if isinstance(module, SelfInitialized):
             module.initialize_parameters()
@@ -319,7 +319,7 @@ class VariantMixin(SavingMixin, ResizingMixin, TrainingMixin, ExecutionMixin, Pr
         self._set_on_all_configs(native)
         with contextlib.ExitStack() as stack:
             for module in self.modules():
-                stack.enter_context(whole(module))
+                stack.enter_context(native_shapes(module))
             super().initialize_weights()
         self._set_on_all_configs(dict.fromkeys(native, width))
         if fresh:

@@ -64,7 +64,8 @@ class CalibrationPass:
         self._real = RealTokens(old)
         self.streams = Streams(old, new, self._batches)
         self._curvatures: dict[str, Tensor] = {}
-        self._whole = False  # whether the whole old model is needed until the end
+        self._keeps_old = False  # whether the whole old model is needed until the end
+        self._widest = 0  # inputs of the linears that are looked at
         self._fitted: list[str] = []  # modules that are fitted together, layer by layer
         self._channels: Sequence[int] = ()  # of the old states, those that the new model has; all if none are given
 
@@ -97,7 +98,7 @@ class CalibrationPass:
         known = set(names) <= self._curvatures.keys()
         if curvature and not known and not self._one_by_one:
             self._curvatures = curvatures(self._old, self._batches, dict(surgery.modules(self._old, names)))
-        self._whole = any(self._architecture.layer_of(f"{name}.") is None for name in names)
+        self._keeps_old = any(self._architecture.layer_of(f"{name}.") is None for name in names)
         self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
         groups = self._in_order(names, norms)
         for group in track(groups, "Calibrating", len(groups)):
@@ -350,7 +351,7 @@ class CalibrationPass:
 
     def _let_go(self) -> None:
         """Free those tensors of the old model that no stream comes to any more."""
-        if self.streams.flow and not self._whole:
+        if self.streams.flow and not self._keeps_old:
             surgery.let_go(self._old)
 
     def _fit(self, parameters: list[nn.Parameter], layer: nn.Module, run: Callable[[int], Tensor]) -> None:
@@ -387,7 +388,7 @@ class CalibrationPass:
 def collect(model: Any, calibration: Any, tokenizer: Any = None) -> Calibration:
     """The moments of all linears of attention and FFN of `model` as it is, on all of `calibration` (`samples_of`, whose errors it
     raises)."""
-    samples = samples_of(model, calibration, tokenizer).whole()
+    samples = samples_of(model, calibration, tokenizer).undivided()
     with CalibrationPass(model, model, samples.batches, Report(), lambda *_: model).running() as statistics:
         moments = statistics.at_once(calibrated_linears(model))
     return Calibration.of(model, moments, samples.texts, samples.tokens)

@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from hf_freeze._version import __version__
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.io import sync, write_whole
-from hf_freeze.methods._budget import check_budget
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.budget import check_budget
 from hf_freeze.methods.parts import Selection
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model.build import VariantMixin

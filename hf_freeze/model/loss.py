@@ -79,11 +79,11 @@ def _reach_a_parameter(model: Any, outputs: Any) -> Any:
         return outputs
     for name in floating:
         if not named[name].requires_grad:
-            named[name] = named[name] + 0.0 * _whole(least.sum())
+            named[name] = named[name] + 0.0 * _unsharded(least.sum())
     return tuple(named.values()) if isinstance(outputs, tuple) else outputs
 
 
-def _whole(value: Any) -> torch.Tensor:
+def _unsharded(value: Any) -> torch.Tensor:
     """A number that was computed from parameters in shards (FSDP2), outside of the layers that put them together, as a tensor."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
@@ -100,7 +100,7 @@ def _add_auxiliary_loss(model: Any, outputs: Any, inputs: dict[str, Any], seen: 
     added = model.auxiliary_loss(Step(inputs=inputs, outputs=outputs, seen=seen))
     if added is None:
         return
-    added = _whole(added)
+    added = _unsharded(added)
     if model.reached is None:
         model.reached = set()
     forgotten = model.reached == {"outputs"}

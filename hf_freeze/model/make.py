@@ -23,8 +23,8 @@ from hf_freeze.architectures.base import base_name
 from hf_freeze.architectures.registry import architecture_for, architecture_of
 from hf_freeze.architectures.tasks import AUTO_CLASSES, native_class, native_classes
 from hf_freeze.compat.transformers import copy_attention_implementation, copy_quantizer, is_quantized
-from hf_freeze.methods._budget import check_budget, decide, is_auto
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.budget import check_budget, is_auto, share_budget
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
 from hf_freeze.methods.registry import method_to_dict
@@ -223,7 +223,7 @@ class _Conversions:
         """The variant with all methods."""
         for number in self.numbers:
             if number and not self.on_meta:
-                self._decide(number)
+                self._fix_selection(number)
             if number in self.structural:
                 method = self.methods[number - 1]
                 if not self.on_meta:  # which heads go, the weights tell
@@ -232,7 +232,7 @@ class _Conversions:
             self.current = self._next(number)
         return self._finished()
 
-    def _decide(self, number: int) -> None:
+    def _fix_selection(self, number: int) -> None:
         """Fix what the method keeps, where weights or texts decide it."""
         method, calibrator = self.methods[number - 1], self.calibrator
         if self.how.budget is not None and calibrator is not None and is_auto(method):
@@ -242,7 +242,7 @@ class _Conversions:
                     "calibration does not have: give texts"
                 )
             with calibrator.statistics(self.current, self.current) as statistics:
-                method, self.removal = decide(
+                method, self.removal = share_budget(
                     self.methods[number - 1 :],
                     self.how.budget,
                     self.current,
@@ -250,7 +250,7 @@ class _Conversions:
                     statistics,
                     self.removal,
                 )
-        self.methods[number - 1] = _decided(method, self.current, calibrator, has_alignment(self.settings))
+        self.methods[number - 1] = _with_positions(method, self.current, calibrator, has_alignment(self.settings))
 
     def _next(self, number: int) -> Any:
         """The model of the first `number` methods; of its forms with and without a calibration, the better one."""
@@ -354,7 +354,7 @@ def _variant_config(variant_class: Any, config: Any, added: Sequence[Method], in
     return variant_config
 
 
-def _decided(method: Method, old: Any, calibrator: Calibrator | None, aligned: bool) -> Method:
+def _with_positions(method: Method, old: Any, calibrator: Calibrator | None, aligned: bool) -> Method:
     """`method`, or if it keeps slices of seeded tensors, the same method with the positions that it keeps; also
     if heads are `aligned`, and a calibration chooses them."""
     selection = method.part(Selection)

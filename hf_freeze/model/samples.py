@@ -34,7 +34,7 @@ class Samples:
             raise ValueError(f"each text of calibration has a token that is not among the {len(kept)} kept ones")
         return Samples(batches, [], sum(map(_rows_of, batches)), sum(map(count_tokens, batches)))
 
-    def whole(self) -> "Samples":
+    def undivided(self) -> "Samples":
         """The same with nothing held out."""
         texts = self.texts + sum(_rows_of(batch) for batch in self.held_out)
         batches = [*self.batches, *self.held_out]

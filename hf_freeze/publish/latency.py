@@ -298,7 +298,8 @@ def _peak_memory() -> float:
 
 def _open(folder: Path, settings: dict[str, Any]) -> Any:
     mark = mark_of(folder)
-    return (_CTranslate2 if mark.get("format") == "ctranslate2" else _Transformers)(folder, mark, settings)
+    kinds: dict[Any, Any] = {"ctranslate2": _CTranslate2, "gguf": _LlamaCpp}
+    return kinds.get(mark.get("format"), _Transformers)(folder, mark, settings)
 
 
 class _Transformers:
@@ -372,6 +373,29 @@ class _CTranslate2:
             tokens, max_length=new_tokens, min_length=least, sampling_topk=1, include_prompt_in_result=False
         )
         return sum(len(one.sequences[0]) for one in found)
+
+
+class _LlamaCpp:
+    """One text after the other, tokenised by llama.cpp."""
+
+    def __init__(self, folder: Path, mark: dict[str, Any], settings: dict[str, Any]) -> None:
+        from hf_freeze.publish.export.llama_cpp import LlamaCpp
+
+        self.engine = "-".join(filter(None, (mark["format"], mark["quantization"])))
+        self.task = mark["task"]
+        self.model = LlamaCpp(folder, self.task, threads=settings["threads"])
+
+    def __call__(self, texts: list[str], new_tokens: int, exactly: bool) -> int:
+        return sum(self._answered(self.model.tokens(text), new_tokens, [] if exactly else None) for text in texts)
+
+    def _answered(self, ids: list[int], new_tokens: int, ends: list[int] | None) -> int:
+        if self.task == "causal-lm":
+            return len(self.model.continued(ids, new_tokens, ends))
+        if self.task == "seq2seq-lm":
+            self.model.encode(ids)
+            return len(self.model.continued([self.model.start()], new_tokens, ends))
+        self.model.outputs(ids)
+        return 0
 
 
 if __name__ == "__main__":

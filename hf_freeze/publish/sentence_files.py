@@ -21,14 +21,21 @@ _MODES = {
     "weightedmean": "pooling_mode_weightedmean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
 }
+_EXPORTED = "hf_freeze.publish.sentence_module.ExportedEncoder"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
-def copy_sentence_files(source: str | os.PathLike[str], target: Path) -> None:
-    """Copy those of sentence-transformers from a directory or Hub id, if it has them."""
+def copy_sentence_files(source: str | os.PathLike[str], target: Path, *, exported: bool = False) -> None:
+    """Copy those of sentence-transformers from a directory or Hub id, if it has them. `exported`: an engine computes the vectors
+    of tokens, through a module of hf_freeze."""
     root = _folder(source, _FILES)
-    if (root / "modules.json").is_file():
-        _copy(root, target, _FILES)
+    if not (root / "modules.json").is_file():
+        return
+    _copy(root, target, _FILES)
+    if exported:
+        modules = _json(target / "modules.json")
+        modules[0]["type"] = _EXPORTED
+        (target / "modules.json").write_text(json.dumps(modules, indent=2), encoding="utf-8")
 
 
 def read_sentence_files(source: str | os.PathLike[str]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.data.trimming import check_kind, trim_tokenizer
 from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods import VocabularyTrimming
-from hf_freeze.methods._checks import check_choice, check_positive_share
+from hf_freeze.methods.checks import check_choice, check_positive_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import check_exists, load_model, load_tokenizer
 from hf_freeze.model.make import make_variant

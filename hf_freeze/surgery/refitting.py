@@ -1,6 +1,6 @@
 """Refit a linear that has lost inputs, by least squares on what it sees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,13 @@ from hf_freeze.surgery.replacing import effective_weight, is_dense, linear_at, s
 
 @torch.no_grad()
 def refit_inputs(
-    old: Any, new: Any, name: str, moments: Moments, kept: Sequence[int], plain: Sequence[int], record: Any
+    old: Any,
+    new: Any,
+    name: str,
+    moments: Moments,
+    kept: Sequence[int],
+    plain: Sequence[int],
+    record: Callable[[str, float, float], None],
 ) -> None:
     """Refit the linear `name` (below the base model) of `new`, which has kept the inputs `kept` of that of `old`.
 

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from support.recipes import cli, plain
 from typer.testing import CliRunner
 
 import hf_freeze
 from hf_freeze import methods
+from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
 from hf_freeze.methods.registry import METHODS, method_from_dict
 from hf_freeze.terminal import one_line_errors
@@ -82,8 +84,8 @@ def test_the_installed_program_is_as_quick():
     program = Path(sys.executable).parent / "hf-freeze"
     if not program.exists():
         pytest.skip("hf-freeze is not installed beside this Python")
-    for option in ("--help", "--version"):
-        printed_without_imports(option, program=[program])
+    assert "inspect" in printed_without_imports("--help", program=[program])
+    printed_without_imports("--version", program=[program])
 
 
 def test_public_names_are_listed_and_found():
@@ -160,3 +162,23 @@ def test_an_error_of_the_system_is_a_line_in_words(tmp_path, capsys):
         (tmp_path / "missing.txt").read_text()
     printed = " ".join(capsys.readouterr().err.split())
     assert printed == f"Error: {tmp_path / 'missing.txt'}: no such file or directory"
+
+
+# -- lists and help -------------------------------------------------------------------------------------------------------------
+
+
+def test_methods_and_architectures_are_listed():
+    listed, table = cli("methods").output, cli("methods", "--markdown").output
+    for name, method in METHODS.items():
+        assert name in listed
+        assert f"`methods.{method.__name__}`" in table
+    listed = cli("architectures").output
+    for name, architecture in ARCHITECTURES.items():
+        assert name in listed
+        assert name in table
+        assert all(task in listed for task in architecture.tasks)
+
+
+@pytest.mark.parametrize("command", [command.name or command.callback.__name__ for command in app.registered_commands])
+def test_every_help_has_an_example(command):
+    assert f"Example: hf-freeze {command}" in plain(cli(command, "--help").output)

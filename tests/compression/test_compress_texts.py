@@ -18,20 +18,20 @@ import hf_freeze
 from hf_freeze import make_variant
 from hf_freeze.analysis.vocabulary import count_tokens
 from hf_freeze.cli import app
+from hf_freeze.compression import bench, maker
 from hf_freeze.compression import compression as story
-from hf_freeze.compression import making
 from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import Budget, read_bytes
 from hf_freeze.compression.choose import Options, Program, levels
 from hf_freeze.compression.compression import Compression
+from hf_freeze.compression.distances import Distances, layer_distances
 from hf_freeze.compression.engine import ENGINES, Stopwatch, serve
 from hf_freeze.compression.inputs import Inputs, batches_of
-from hf_freeze.compression.losses import Losses, layer_losses
 from hf_freeze.compression.original import Subject
 from hf_freeze.compression.prices import Prices, Sizes, sizes_of
 from hf_freeze.compression.progress import Progress, Stopped
 from hf_freeze.compression.settings import Settings
-from hf_freeze.compression.shape import whole
+from hf_freeze.compression.shape import full_shape
 from hf_freeze.io import bytes_of
 from hf_freeze.methods import LayerSelection
 from hf_freeze.model.samples import samples_of
@@ -109,7 +109,7 @@ def test_the_program_finds_the_best_of_all_shapes(seed, uniform):
         for layer in range(2)
         for kind in ("self", "ffn")
     }
-    losses = Losses(
+    losses = Distances(
         layers={"encoder": {2: ((0, 1), 0.0), 1: ((1,), 0.9)}},
         factors={"heads": 1.5, "neurons": 0.7},
         four_bits={"tables": 0.4} | dict.fromkeys(blocks, 0.15),
@@ -150,7 +150,7 @@ def test_all_attentions_of_a_layer_are_in_the_same_bits():
     generator = torch.Generator().manual_seed(0)
     names = ["decoder.0.self", "decoder.0.cross", "decoder.1.self", "decoder.1.cross"]
     blocks = {name: block(name, 4, True, generator) for name in names}
-    losses = Losses(
+    losses = Distances(
         layers={"decoder": {2: ((0, 1), 0.0)}},
         four_bits={"decoder.0.self": 0.0, "decoder.0.cross": 9.0, "decoder.1.self": 1.0, "decoder.1.cross": 1.0},
         tokens={0: 0.0},
@@ -179,7 +179,7 @@ def test_prices_of_time_are_those_of_the_measured_shapes():
     options = Options()
     sizes = Sizes(of_token=0, tokens=0, token_bytes=0.0, bits=8, bytes=3000.0)
     plain = Prices(blocks, {"encoder": 1}, sizes)
-    whole = Program(blocks, Losses(layers={"encoder": {1: ((0,), 0.0)}}, tokens={0: 0.0}), plain, options).smallest(
+    whole = Program(blocks, Distances(layers={"encoder": {1: ((0,), 0.0)}}, tokens={0: 0.0}), plain, options).smallest(
         "ms"
     )
     half = type(whole)(layers=whole.layers, units={"encoder.0.ffn": 4}, bits=whole.bits, tokens=0)
@@ -212,7 +212,7 @@ def test_a_layer_has_the_price_of_its_graph(encoder, tmp_path):
             each.save_pretrained(tmp_path / name)
         sizes[name] = bytes_of(serve(tmp_path / name, "onnx", "int8", tmp_path / f"served-{name}"))
     blocks = blocks_of(model, samples_of(model, texts(30), AutoTokenizer.from_pretrained(encoder)))
-    shape = replace(whole({"encoder": 2}, blocks, 8), tokens=model.config.vocab_size)
+    shape = replace(full_shape({"encoder": 2}, blocks, 8), tokens=model.config.vocab_size)
     found = sizes_of(model, shape.tokens, {"encoder": 2}, tmp_path / "served-two", sizes["two"], ENGINES["onnx"])
     prices = Prices(blocks, {"encoder": 2}, found)
     assert prices.cost(shape)[0] == pytest.approx(sizes["two"])
@@ -227,11 +227,13 @@ def test_fewer_layers_are_not_measured_past_a_loss_that_is_of_no_use(encoder, tm
     )
     samples = batches_of(served, texts(30))
     subject = Subject(served, samples, samples.batches)
-    every = layer_losses(subject, "encoder", str)
+    every = layer_distances(subject, "encoder", str)
     assert list(every) == [3, 2, 1]
     assert 0 < every[2][1] < every[1][1]
     told = []
-    assert layer_losses(subject, "encoder", told.append, every[2][1] / 2) == {depth: every[depth] for depth in (3, 2)}
+    assert layer_distances(subject, "encoder", told.append, every[2][1] / 2) == {
+        depth: every[depth] for depth in (3, 2)
+    }
     assert told == ["encoder: 2 of 3 layers"]
 
 
@@ -294,8 +296,8 @@ def test_only_a_shape_within_the_budget_is_healed(encoder, tmp_path, monkeypatch
         healed.append(options["limit"])
         return Healed(loss_before=2e-5, loss_after=2e-5)
 
-    monkeypatch.setattr(making, "bytes_of", size_of)
-    monkeypatch.setattr(making, "heal", heal)
+    monkeypatch.setattr(bench, "bytes_of", size_of)
+    monkeypatch.setattr(maker, "heal", heal)
     settings = {
         "budget": Budget(max_bytes="90%"),
         "out": tmp_path / "small",
@@ -498,7 +500,7 @@ def test_fewer_tokens_are_learnt_from_what_the_translator_wrote_with_all(transla
     assert original.teacher(original.subject(), 0.0) is original.model
     assert original.teacher(trimmed, 0.04) is trimmed.model
     assert original.teacher(trimmed, 0.06) is None
-    wanted = sorted(" ".join(answer["text"].split()) for answer in original.expected("compared").items)
+    wanted = sorted(" ".join(answer["text"].split()) for answer in original.expected("dev_subset").items)
     pad = trimmed.tokenizer.pad_token_id
     labels = [row for batch in trimmed.held_out for row in batch["labels"].masked_fill(batch["labels"] < 0, pad)]
     found = [

@@ -1,7 +1,6 @@
 """The perceptron that the methods of transformers work on, and grids of it: rows, resumed runs, reports, errors."""
 
 import json
-import os
 import re
 import struct
 
@@ -22,6 +21,8 @@ from hf_freeze.lab.runs.execute import execute
 from hf_freeze.lab.runs.grid import FailedRuns, run_grid
 from hf_freeze.lab.tasks.image_classification import classify, load_data
 from hf_freeze.lab.tasks.perceptron import ARCHITECTURE, Perceptron, PerceptronConfig, make_perceptron
+
+pytestmark = pytest.mark.usefixtures("one_core")
 
 RECIPE = ROOT / "recipes" / "ffn_compression" / "mnist.yaml"
 SIZES = [36, 16, 10]
@@ -219,13 +220,6 @@ def test_images_that_do_not_fit_the_perceptron(tmp_path):
 
 
 # -- grids -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_core():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "cpu_count", lambda: 1)
-        yield
 
 
 @pytest.fixture(scope="module")

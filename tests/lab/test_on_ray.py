@@ -111,11 +111,11 @@ def test_a_grid_that_loses_a_node_is_the_local_grid(cluster, tmp_path):
 def pretend(monkeypatch):
     """Runs that only leave a record, or fail, or are killed, or go on for ever, as their label says."""
 
-    def work(run, cwd, name, *others):  # within a function, so that Ray sends it
+    def work(run, cwd, name, gpus, options, messages):  # within a function, so that Ray sends it
         folder = Path(cwd, name)
-        until = others[4]
+        until = options.until
         with (folder / "tries").open("a") as file:
-            file.write(f"{os.environ['CUDA_VISIBLE_DEVICES']}\n" if others[1] else "\n")
+            file.write(f"{os.environ['CUDA_VISIBLE_DEVICES']}\n" if gpus else "\n")
         if until is not None:  # a run of a search, which pauses at a checkpoint
             checkpoint = folder / "checkpoints" / "checkpoint-1"
             checkpoint.mkdir(parents=True)
@@ -295,8 +295,9 @@ def test_a_run_that_another_node_goes_on_with_ends_itself(tmp_path, monkeypatch)
 
 def test_a_folder_that_a_node_does_not_see(tmp_path):
     message = r"nowhere/row-0-seed-1 is not there on node .*: --out must be on storage that all nodes see"
+    options = on_ray.WorkOptions(threads=1, resume_anyway=False)
     with pytest.raises(FileNotFoundError, match=message):
-        on_ray._work(None, str(tmp_path), "nowhere/row-0-seed-1", 1, 1, False, False, None, None)
+        on_ray._work(None, str(tmp_path), "nowhere/row-0-seed-1", 1, options, None)
     assert not (tmp_path / "nowhere").exists()
 
 

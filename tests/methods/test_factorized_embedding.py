@@ -5,22 +5,31 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.embeddings import (
+    BACKBONES,
+    TWO_TABLES,
+    UNTIED,
+    E,
+    H,
+    V,
+    backbone,
+    batch_of,
+    bert,
+    every_backbone,
+    factorized,
+    logits,
+    no_dropout,
+    on_meta,
+)
 from support.generation import generation_problems
 from support.models import outputs, reload_problems, trainability
 from support.training import training_step
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
-    AlbertConfig,
-    AlbertForMaskedLM,
-    AlbertModel,
     AutoModel,
-    BertConfig,
     BertForMaskedLM,
-    BertModel,
-    GPT2LMHeadModel,
     LlamaConfig,
-    LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
 )
@@ -29,68 +38,7 @@ from hf_freeze import count_parameters, make_variant, methods, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.layers import LowRankEmbedding, LowRankOutput
-from hf_freeze.layers.factorized_embedding import centred_axes, nearest_factors
-
-V, H, E = 40, 16, 5
-TWO_TABLES = {"share_encoder_decoder_embeddings": False}
-UNTIED = {"tie_word_embeddings": False}
-# name -> (config, native class, source tables whose factors are their own, those tied to the first or last of them)
-BACKBONES = {
-    "marian": ({}, MarianMTModel, ["model.shared"]),
-    "marian-two-tables": (TWO_TABLES, MarianMTModel, ["model.encoder.embed_tokens", "model.decoder.embed_tokens"]),
-    "marian-two-tables-untied": (
-        TWO_TABLES | UNTIED,
-        MarianMTModel,
-        ["model.encoder.embed_tokens", "model.decoder.embed_tokens", "lm_head"],
-    ),
-    "gpt2": ({}, GPT2LMHeadModel, ["transformer.wte"]),
-    "llama": ({"tie_word_embeddings": True}, LlamaForCausalLM, ["model.embed_tokens"]),
-    "llama-untied": (UNTIED, LlamaForCausalLM, ["model.embed_tokens", "lm_head"]),
-}
-every_backbone = pytest.mark.parametrize("name", BACKBONES)
-
-
-def backbone(name, **fields):
-    """With weights as if trained, padding rows zero as native models have them."""
-    torch.manual_seed(1)
-    changes, native_class, _ = BACKBONES[name]
-    config = native_class.config_class(**ARCHITECTURES[model_type(name)].tiny | changes | fields)
-    model = native_class(config).eval()
-    with torch.no_grad():
-        for parameter in (p for p in model.parameters() if p.requires_grad):
-            parameter.add_(0.2 * torch.randn_like(parameter))
-        for module in model.modules():
-            if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.weight.requires_grad:
-                module.weight[module.padding_idx] = 0
-    return model
-
-
-def model_type(name):
-    return name.split("-")[0]
-
-
-def batch_of(name):
-    architecture = ARCHITECTURES[model_type(name)]
-    return architecture.tiny_inputs(architecture.tasks[0])
-
-
-def factorized(model, rank=E, *others, **settings):
-    return make_variant(model, [methods.FactorizedEmbedding(rank=rank, **settings), *others]).eval()
-
-
-def logits(model, batch):
-    with torch.no_grad():
-        return model(**batch, use_cache=False).logits
-
-
-def bert(native_class, **fields):
-    torch.manual_seed(2)
-    model = native_class(BertConfig(**ARCHITECTURES["bert"].tiny | fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return model
-
+from hf_freeze.layers.factorized_embedding import nearest_factors
 
 # -- against the dense table -------------------------------------------------------------------------------------------------
 
@@ -138,14 +86,6 @@ def test_forward_and_gradients_are_those_of_the_dense_product(name):
     assert all(gradient.abs().max() > 1e-4 for gradient in found)
     variant.eval()
     torch.testing.assert_close(logits(variant, batch), expected.logits, rtol=1e-5, atol=1e-5)
-
-
-def no_dropout(name):
-    return {
-        "marian": {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
-        "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-        "llama": {},
-    }[model_type(name)]
 
 
 def norm_of(model):
@@ -404,160 +344,7 @@ def test_a_fresh_output_of_its_own_has_the_variance_of_the_dense_one():
         assert module.projection.std().item() == pytest.approx(128**0.5 / 48, rel=0.05)
 
 
-# -- BERT and ALBERT ---------------------------------------------------------------------------------------------------------
-
-
-def fill_from_albert(variant, albert):
-    """ALBERT uses one layer's parameters for every layer; BERT gets a copy of them in each."""
-    base, source = variant.base_model, albert.base_model
-    pairs = {
-        "embeddings.word_embeddings": "embeddings.word_embeddings",
-        "embeddings.position_embeddings": "embeddings.position_embeddings",
-        "embeddings.token_type_embeddings": "embeddings.token_type_embeddings",
-        "embeddings.LayerNorm": "embeddings.LayerNorm",
-        "embeddings.dropout.projection": "encoder.embedding_hidden_mapping_in",
-    }
-    for number in range(variant.config.num_hidden_layers):
-        layer, shared = f"encoder.layer.{number}", "encoder.albert_layer_groups.0.albert_layers.0"
-        pairs |= {f"{layer}.attention.self.{part}": f"{shared}.attention.{part}" for part in ("query", "key", "value")}
-        pairs |= {
-            f"{layer}.attention.output.dense": f"{shared}.attention.dense",
-            f"{layer}.attention.output.LayerNorm": f"{shared}.attention.LayerNorm",
-            f"{layer}.intermediate.dense": f"{shared}.ffn",
-            f"{layer}.output.dense": f"{shared}.ffn_output",
-            f"{layer}.output.LayerNorm": f"{shared}.full_layer_layer_norm",
-        }
-    if isinstance(albert, AlbertModel):
-        pairs["pooler.dense"] = "pooler"
-    for mine, theirs in pairs.items():
-        base.get_submodule(mine).load_state_dict(source.get_submodule(theirs).state_dict())
-    if not isinstance(albert, AlbertModel):
-        head, other = variant.cls.predictions, albert.predictions
-        head.transform.dense.load_state_dict(other.dense.state_dict())
-        head.transform.LayerNorm.load_state_dict(other.LayerNorm.state_dict())
-        head.bias.data.copy_(other.bias)
-    return variant.eval()
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["own layers", "shared layers"])
-@pytest.mark.parametrize(
-    ("task", "albert_class"), [("feature-extraction", AlbertModel), ("masked-lm", AlbertForMaskedLM)]
-)
-def test_bert_gets_the_structure_of_albert(task, albert_class, shared):
-    tiny = ARCHITECTURES["bert"].tiny
-    albert = albert_class(AlbertConfig(**tiny | {"embedding_size": E, "hidden_act": "gelu"})).eval()
-    with torch.no_grad():
-        for parameter in albert.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    sharing = [methods.LayerSharing()] if shared else []
-    variant = make_variant(BertConfig(**tiny), [*sharing, methods.FactorizedEmbedding(rank=E)], task=task)
-    fill_from_albert(variant, albert)
-    batch = ARCHITECTURES["bert"].tiny_inputs(task)
-    found, expected = outputs(variant, batch), outputs(albert, batch)
-    assert found.keys() == expected.keys()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    layers = variant.config.num_hidden_layers
-    one = sum(p.numel() for name, p in variant.base_model.named_parameters() if "layer.0." in name)
-    assert count_parameters(variant).total == albert.num_parameters() + (0 if shared else (layers - 1) * one)
-
-
-def test_a_fresh_mapping_is_drawn_as_in_albert():
-    config = BertConfig(**ARCHITECTURES["bert"].tiny | {"hidden_size": 128, "num_attention_heads": 4})
-    variant = make_variant(config, [methods.FactorizedEmbedding(rank=64)], task="masked-lm")
-    projection = variant.bert.embeddings.dropout.projection
-    assert projection.weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
-    assert not projection.bias.any()
-
-
-def test_from_a_trained_bert_embeddings_are_exact_at_full_rank_only():
-    native, batch = bert(BertModel), ARCHITECTURES["bert"].tiny_inputs("feature-extraction")
-    expected = outputs(native, batch)["last_hidden_state"]
-    torch.testing.assert_close(
-        outputs(factorized(native, H), batch)["last_hidden_state"], expected, rtol=1e-4, atol=1e-5
-    )
-    errors = [(outputs(factorized(native, rank), batch)["last_hidden_state"] - expected).norm() for rank in (2, 8, 15)]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] > 0.01
-
-
-def test_from_a_trained_bert_embeddings_are_exact_where_the_tables_have_that_rank():
-    """The norm in E then divides by what the norm in H did, whatever its eps."""
-    native, batch = bert(BertModel, layer_norm_eps=0.5), ARCHITECTURES["bert"].tiny_inputs("feature-extraction")
-    axes = torch.randn(E - 1, H)
-    axes -= axes.mean(dim=1, keepdim=True)
-    with torch.no_grad():
-        for module in (m for m in native.modules() if isinstance(m, nn.Embedding)):
-            module.weight.copy_(torch.randn(len(module.weight), E - 1) @ axes + torch.randn(len(module.weight), 1))
-    expected = outputs(native, batch)["last_hidden_state"]
-    torch.testing.assert_close(outputs(factorized(native), batch)["last_hidden_state"], expected, rtol=1e-4, atol=1e-5)
-
-
-def test_from_a_trained_bert_the_output_is_a_start():
-    native, batch = bert(BertForMaskedLM), ARCHITECTURES["bert"].tiny_inputs("masked-lm")
-    fresh = make_variant(native.config, [methods.FactorizedEmbedding(rank=8)], task="masked-lm", seed=1)
-    expected = outputs(native, batch)["logits"].flatten()
-    started, drawn = (
-        torch.corrcoef(torch.stack([outputs(model, batch)["logits"].flatten(), expected]))[0, 1]
-        for model in (factorized(native, 8), fresh)
-    )
-    assert started > 0.3 > drawn.abs()
-    norm = factorized(native, 4).cls.predictions.transform.LayerNorm
-    assert norm.weight.norm().item() == pytest.approx(H**0.5)  # a hidden state before the matrix is as long as it was
-
-
-def test_an_untied_output_of_another_width_has_axes_of_its_own():
-    """The nearest matrix of rank E - 1 to it, its rows without their means (Eckart and Young, 1936)."""
-    native = bert(BertForMaskedLM, **UNTIED)
-    narrow = make_variant(native, [methods.HiddenPruning(width=8)])
-    variant = make_variant(narrow, [methods.FactorizedEmbedding(rank=4)])
-    rows = narrow.cls.predictions.decoder.weight.detach().double()
-    assert rows.shape[1] != narrow.config.hidden_size
-    rows = rows - rows.mean(1, keepdim=True)
-    expected = torch.linalg.svdvals(rows)[:3] * (4 / rows.shape[1]) ** 0.5
-    found = torch.linalg.svdvals(variant.cls.predictions.decoder.weight.detach().double())
-    torch.testing.assert_close(found, torch.cat([expected, expected.new_zeros(1)]), rtol=1e-4, atol=1e-6)
-
-
-def test_centred_axes_keep_the_mean_at_zero():
-    rows = torch.randn(30, H)
-    axes = centred_axes(rows, E)
-    assert axes.shape == (H, E)
-    for vector in (rows.double() @ axes).unbind():
-        assert vector.mean().abs() < 1e-12
-    centred = rows.double() - rows.double().mean(dim=1, keepdim=True)
-    error = (centred - centred @ axes @ axes.T).norm()
-    torch.testing.assert_close(error, torch.linalg.svdvals(centred)[E - 1 :].norm())
-
-
-def test_bert_does_not_merge():
-    with pytest.raises(
-        ValueError, match=r"\Amethod 'factorized_embedding' cannot be merged on bert: its norm over rank=5 .*\Z"
-    ):
-        factorized(bert(BertForMaskedLM)).merge()
-
-
 # -- parameters --------------------------------------------------------------------------------------------------------------
-
-
-def on_meta(config, task, *applied):
-    with torch.device("meta"):
-        return count_parameters(make_variant(config, list(applied), task=task))
-
-
-@pytest.mark.parametrize(
-    ("rank", "separate", "shared"),
-    [(64, 87.06, 9.68), (128, 89.06, 11.68), (256, 93.06, 15.69), (None, 108.49, 31.11)],
-)
-def test_alberts_table(rank, separate, shared):
-    """Lan et al., 2020, table 3: 12 layers of BERT, V = 30 000. "Not shared" is counted without the pooler, "shared" with it;
-    ALBERT projects from E = H too, which the last row of the table leaves out."""
-    applied = [] if rank is None else [methods.FactorizedEmbedding(rank=rank)]
-    config = BertConfig(vocab_size=30_000)
-    pooler = 768 * 768 + 768
-    for sharing, millions, left_out in (([], separate, pooler), ([methods.LayerSharing()], shared, 0)):
-        counts = on_meta(config, "feature-extraction", *sharing, *applied)
-        assert counts.by_component["head"].total == pooler
-        assert round((counts.total - left_out) / 1e6, 2) == millions
 
 
 @pytest.mark.parametrize(("rank", "share"), [(128, False), (256, False), (256, True)])
@@ -571,109 +358,6 @@ def test_the_tables_of_a_large_translator_by_hand(rank, share):
     assert dense.by_component["embeddings"].total == 2 * v * d
     assert counts.by_component["embeddings"].total == (2 - share) * v * rank + 2 * rank * d
     assert dense.total - counts.total == 2 * v * d - (2 - share) * v * rank - 2 * rank * d
-
-
-# -- resizing ----------------------------------------------------------------------------------------------------------------
-
-
-@every_backbone
-@pytest.mark.parametrize("rows", [47, 33])
-def test_resizing_adds_and_removes_rows_of_the_table(name, rows, tmp_path):
-    variant = factorized(backbone(name))
-    table, own = variant.get_input_embeddings().weight.clone(), BACKBONES[name][2]
-    projections = [variant.get_submodule(each).projection.clone() for each in own]
-    returned = variant.resize_token_embeddings(rows, mean_resizing=False)
-    assert returned is variant.get_input_embeddings()
-    if TWO_TABLES.items() <= BACKBONES[name][0].items():
-        variant.resize_decoder_token_embeddings(rows)
-    assert variant.get_input_embeddings().weight.shape == (rows, E)
-    kept = min(rows, V)
-    assert torch.equal(variant.get_input_embeddings().weight[:kept], table[:kept])
-    for each, projection in zip(own, projections, strict=True):
-        assert variant.get_submodule(each).weight.shape == (rows, E)
-        assert torch.equal(variant.get_submodule(each).projection, projection)
-    assert variant.lm_head.weight is variant.get_submodule(own[-1]).weight
-    works_after_resizing(variant, name, rows, tmp_path)
-
-
-def works_after_resizing(variant, name, rows, tmp_path):
-    batch = batch_of(name)
-    batch["input_ids"][0, 0] = rows - 1
-    found = logits(variant, batch)
-    assert found.shape[-1] == rows
-    assert found.isfinite().all()
-    variant.save_pretrained(tmp_path)
-    again, info = AUTO_CLASSES[variant.architecture.tasks[0]].from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert torch.equal(logits(again, batch), found)
-    torch.testing.assert_close(logits(again.merge(), batch), found, rtol=1e-5, atol=1e-5)
-    training_step(again, batch)
-    assert not torch.equal(logits(again, batch), found)
-
-
-@pytest.mark.parametrize("rows", [47, 33])
-def test_resizing_a_shared_table_is_for_both(rows, tmp_path):
-    variant = factorized(backbone("marian-two-tables"), share=True)
-    variant.resize_token_embeddings(rows)
-    assert (
-        variant.model.decoder.embed_tokens.weight is variant.model.encoder.embed_tokens.weight is variant.lm_head.weight
-    )
-    assert variant.config.vocab_size == variant.config.decoder_vocab_size == rows
-    works_after_resizing(variant, "marian-two-tables", rows, tmp_path)
-
-
-def test_one_of_two_that_are_one_is_not_resized():
-    variant = factorized(backbone("marian-two-tables"), share=True)
-    with pytest.raises(
-        ValueError, match=r"made 'model\.decoder\.embed_tokens\.weight' one with .*resize_token_embeddings\(50\)"
-    ):
-        variant.resize_decoder_token_embeddings(50)
-    apart = factorized(backbone("marian-two-tables"))
-    apart.resize_decoder_token_embeddings(50)
-    assert apart.config.decoder_vocab_size == 50
-    assert logits(apart, batch_of("marian")).shape[-1] == 50
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        methods.FactorizedEmbedding(rank=E),
-        methods.AdaptiveEmbedding(cutoffs=[7, 20], factor=2),
-        methods.DeFINE(depth=2, width=8, groups=2, map_dim=4),
-    ],
-)
-def test_tables_that_resizing_would_make_one_are_not_resized(method):
-    """Of Marian that shares its tables and ties nothing: they are apart until they are resized."""
-    variant = make_variant(backbone("marian", tie_word_embeddings=False), [method])
-    expected = logits(variant, batch_of("marian"))
-    with pytest.raises(
-        ValueError, match=r"resizing makes one of the tables \['model\.shared\.weight', .*merge\(\) first"
-    ):
-        variant.resize_token_embeddings(50)
-    assert torch.equal(logits(variant, batch_of("marian")), expected)
-
-
-def test_resizing_random_factors(tmp_path):
-    variant = factorized(backbone("marian"), E, methods.Freeze(embeddings="random", seed=4))
-    table, projection = variant.model.shared.weight.clone(), variant.model.shared.projection.clone()
-    variant.resize_token_embeddings(50)
-    assert torch.equal(variant.model.shared.weight[:V], table)
-    assert torch.equal(variant.model.shared.projection, projection)
-    variant.save_pretrained(tmp_path)
-    again = AUTO_CLASSES["seq2seq-lm"].from_pretrained(tmp_path)
-    assert torch.equal(logits(again, batch_of("marian")), logits(variant, batch_of("marian")))
-
-
-def test_resizing_bert(tmp_path):
-    variant = factorized(bert(BertForMaskedLM))
-    variant.resize_token_embeddings(48)
-    assert variant.cls.predictions.decoder.weight is variant.bert.embeddings.word_embeddings.weight
-    batch = ARCHITECTURES["bert"].tiny_inputs("masked-lm")
-    found = outputs(variant, batch)["logits"]
-    assert found.shape[-1] == 48
-    variant.save_pretrained(tmp_path)
-    assert torch.equal(outputs(AUTO_CLASSES["masked-lm"].from_pretrained(tmp_path), batch)["logits"], found)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------------
@@ -696,14 +380,6 @@ def test_resizing_bert(tmp_path):
 def test_settings_that_are_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         make_variant(backbone(name), [methods.FactorizedEmbedding(**settings)])
-
-
-def test_bert_needs_a_norm_of_two():
-    for rank in (1, 17):
-        with pytest.raises(ValueError, match=rf"rank={rank}\): must be in 2\.\.16, the hidden size of this bert"):
-            factorized(bert(BertModel), rank)
-    with pytest.raises(ValueError, match=r"share=True\): bert has one table"):
-        factorized(bert(BertModel), share=True)
 
 
 def test_tables_of_unlike_sizes_are_not_shared():

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from support.cases import BASELINES
 from support.deep import deep_config, each_architecture
-from support.models import add_noise, differences, native, outputs, reload, snapshot
-from support.schedules import STEPS, scheduled_model, trainer
+from support.models import add_noise, differences, native, outputs, reload
 from support.training import objective, training_step
 
 from hf_freeze import analysis, make_variant
@@ -225,32 +224,6 @@ def test_what_is_measured_is_saved_and_copied(tmp_path):
         other.advance(5, 8)
         assert masks(twin) == masks(other)
         assert any(not all(of) for of in masks(twin).values())
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """A run with dropout and accumulated batches, and a checkpoint of every step."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    model = scheduled_model(dropout=0.2, phases=[HeadPruning(share=0.5, begin=0.25, scope="global", ramp="linear")])
-    trainer(model, folder, save_strategy="steps", save_steps=1).train()
-    return folder, model
-
-
-@pytest.mark.parametrize("step", [1, 4, 6])
-def test_a_resumed_run_is_an_undisturbed_one(undisturbed, tmp_path, step):
-    folder, whole = undisturbed
-    model = scheduled_model(dropout=0.2, phases=whole.methods)
-    torch.manual_seed(99)
-    resumed = trainer(model, tmp_path)
-    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-    assert resumed.state.global_step == STEPS
-    assert differences(dict(model.state_dict()), dict(whole.state_dict())) == []
-    assert any(not all(of) for of in masks(model).values())
-    ended, twin = copy.deepcopy(whole), copy.deepcopy(model)
-    for one in (ended, twin):
-        one.finalize()
-    assert ended.methods == twin.methods
-    assert differences(snapshot(twin), snapshot(ended)) == []
 
 
 def test_processes_do_not_send_what_each_has_measured():

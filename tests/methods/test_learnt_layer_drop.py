@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from scipy.special import expit
 from support.deep import deep_config, deep_model, each_architecture, layers_of
-from support.models import add_noise, differences, outputs, snapshot
-from support.schedules import STEPS, scheduled_model, trainer
+from support.models import differences, outputs
 from support.training import objective
 from test_layer_drop import MARIAN, draws_of, dropped, in_training, on_meta
 
@@ -289,27 +288,6 @@ def test_layers_with_one_set_of_parameters_have_no_scores_of_their_own():
     shared = make_variant(final, [LayerSharing()])
     shared.advance(1, 9)
     in_training(shared, batch)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    model = scheduled_model(dropout=0.2, phases=[LEARNT])
-    trainer(model, folder, save_strategy="steps", save_steps=1).train()
-    return folder, model
-
-
-@pytest.mark.parametrize("step", [1, 5])
-def test_a_resumed_run_is_an_undisturbed_one(undisturbed, tmp_path, step):
-    folder, whole = undisturbed
-    model = scheduled_model(dropout=0.2, phases=[LEARNT])
-    add_noise(model, MARIAN)
-    torch.manual_seed(99)
-    resumed = trainer(model, tmp_path)
-    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-    assert resumed.state.global_step == STEPS
-    assert differences(snapshot(model), snapshot(whole)) == []
-    assert all(bool(p.any()) for name, p in model.named_parameters() if "layer_drop" in name)
 
 
 @pytest.mark.parametrize(

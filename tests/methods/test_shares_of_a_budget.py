@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5GemmaCon
 from hf_freeze import analysis, make_variant
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.methods import FFNPruning, HeadPruning, LowRank
-from hf_freeze.methods._budget import Competing, decide
+from hf_freeze.methods.budget import Competing, share_budget
 from hf_freeze.surgery import effective_weight
 
 AUTO = [HeadPruning(share="auto"), FFNPruning(share="auto")]
@@ -102,8 +102,8 @@ def test_the_sum_of_losses_is_the_least_of_all_ways(budget):
     torch.manual_seed(0)
     costs = [[0.0, *torch.rand(4).sort()[0].cumsum(0).tolist()] for _ in range(2)]  # convex
     methods = [Costs(*part) for part in enumerate(costs)]
-    first, removal = decide(methods, budget, None, None, None, None)
-    second, removal = decide(methods[1:], budget, None, None, None, removal)
+    first, removal = share_budget(methods, budget, None, None, None, None)
+    second, removal = share_budget(methods[1:], budget, None, None, None, removal)
     assert removal <= 0
     wanted = -(-round((1 - budget) * 8, 9) // 1)
     ways = [way for way in itertools.product(range(4), repeat=2) if sum(way) == wanted]

@@ -61,6 +61,7 @@ def test_an_exported_encoder_has_the_same_pooling(tmp_path):
     make_variant(MINILM, [methods.HeadPruning(share=0.75)], task="feature-extraction").save_pretrained(folder)
     exported = export_model(folder, "onnx")
 
-    printed_by("import hf_freeze\n" + ENCODE.partition("model.save")[0], exported, *SENTENCES)
+    printed_by(ENCODE.replace("-again", "-copy"), exported, *SENTENCES)
 
     assert torch.allclose(torch.load(exported / "out"), embeddings(folder), atol=1e-4)
+    assert (tmp_path / "pruned-onnx-copy" / "model.onnx").exists()

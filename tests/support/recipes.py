@@ -1,6 +1,7 @@
 """Recipes of grids that take seconds, and the command line."""
 
 import json
+import re
 
 import yaml
 from typer.testing import CliRunner
@@ -73,6 +74,11 @@ def cli(*arguments, code=0):
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300", "NO_COLOR": "1"})
     assert result.exit_code == code, (result.output, result.exception)
     return result
+
+
+def plain(text):
+    """Without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 def one_line_error(*arguments):

@@ -396,37 +396,6 @@ def test_the_callback_does_nothing_for_other_models(tmp_path):
     assert any(not torch.equal(value, model.get_parameter(name)) for name, value in before.items())
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """A run with dropout, and a checkpoint of every step."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    model = scheduled_model(dropout=0.2)
-    running = trainer(model, folder, save_strategy="steps", save_steps=1)
-    running.train()
-    return folder, snapshot(model), copy.deepcopy(running.optimizer.state_dict())
-
-
-@pytest.mark.parametrize("step", [1, 3, 4, 5, 6, 7])
-def test_a_resumed_run_is_an_undisturbed_one(undisturbed, tmp_path, step):
-    """From before, at and after the switches at 2, 4, 5 and 6 of 8 steps; weights and AdamW's state are bit-equal."""
-    folder, weights, state = undisturbed
-    model = scheduled_model(dropout=0.2)
-    torch.manual_seed(99)
-    resumed = trainer(model, tmp_path)
-    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-    assert resumed.state.global_step == STEPS
-    for name, value in weights.items():
-        assert torch.equal(model.get_parameter(name), value), name
-    mine = resumed.optimizer.state_dict()
-    assert mine["param_groups"] == state["param_groups"]
-    assert mine["state"].keys() == state["state"].keys()
-    for number, values in state["state"].items():
-        for key, value in values.items():
-            assert torch.equal(mine["state"][number][key], value), (number, key)
-    steps = {int(values["step"]) for values in state["state"].values()}
-    assert steps == {8, 5, 4}  # never frozen; attention; FFN and table
-
-
 def test_a_second_training_trains_all_again(tmp_path):
     """Also after one that stopped in a phase: the Trainer's own optimizer takes what is trainable when it is made."""
     model = scheduled_model()

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 
 from hf_freeze.data.entities import check_tags
-from hf_freeze.data.files import found, kind_of
+from hf_freeze.data.files import kind_of, matching_files
 from hf_freeze.data.lines import documents
 from hf_freeze.lab.data.tables import WORDS, read_table
 
@@ -21,7 +21,7 @@ def read_conll(paths: Sequence[str | Path], tokens: str = "tokens", tags: str = 
     Raises the errors of `read_documents`, and ValueError for a line of one column, other numbers of tags than of words, or a
     tag that `check_tags` refuses.
     """
-    paths = found(paths)
+    paths = matching_files(paths)
     if all(kind_of(path) != "lines" for path in paths):
 
         def check(row: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import datasets
 
-from hf_freeze.data.files import endings, fault, found, kind_of, read_bytes
+from hf_freeze.data.files import endings, fault, kind_of, matching_files, read_bytes
 from hf_freeze.lab.data.hub import load_hub_labelled
 from hf_freeze.lab.data.tables import CLASS, OPTIONAL, TEXT, TEXTS, columns_of, read_table
 
@@ -28,7 +28,7 @@ def read_squad(paths: Sequence[str | Path]) -> datasets.Dataset:
     it is said to.
     """
     rows: list[dict[str, Any]] = []
-    for path in found(paths):
+    for path in matching_files(paths):
         if kind_of(path) != "lines" and endings(path)[-1] != ".json":
             rows += _of_table(path)
             continue
@@ -93,7 +93,7 @@ def read_race(folders: Sequence[str | Path]) -> datasets.Dataset:
     rows: list[dict[str, Any]] = []
     for folder in map(Path, folders):
         if kind_of(folder) != "lines":
-            for path in found([folder]):
+            for path in matching_files([folder]):
                 rows += _choices(path)
             continue
         if not (paths := sorted(folder.glob("*.txt"))):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import datasets
 import pyarrow as pa
 
-from hf_freeze.data.files import found, kind_of
+from hf_freeze.data.files import kind_of, matching_files
 from hf_freeze.data.lines import decoded_lines
 from hf_freeze.lab.data.by_datasets import by_datasets
 from hf_freeze.lab.data.cache import cached_rows, stamp
@@ -126,7 +126,7 @@ def read_table(
     Raises ValueError for a file that is no table; a missing column, with the choices; a value that its column does not take or,
     in a CSV file, an empty text, with row or line, and so for what `check` refuses; and files without rows.
     """
-    if header is None and (others := [path for path in found(paths) if kind_of(path) == "lines"]):
+    if header is None and (others := [path for path in matching_files(paths) if kind_of(path) == "lines"]):
         raise ValueError(f"{others[0]}: a file with columns ends in {TABLES}")
     schema = pa.schema([(name, column.type) for name, column in columns.items()])
     readers = [[name, column.read.__name__, column.may_be_empty] for name, column in columns.items()]
@@ -154,7 +154,7 @@ def cached_files(
     paths: Iterable[str | Path], schema: pa.Schema, key: Any, tables: Callable[[Path], Iterator[pa.Table]]
 ) -> datasets.Dataset:
     """What `tables` makes of each file, memory-mapped; ValueError if that is nothing. `key`: what else it depends on."""
-    paths = found(paths)
+    paths = matching_files(paths)
     stamps = [[*stamp(path), kind_of(path)] for path in paths]  # a kind may once have been read as lines
     data = cached_rows([stamps, key], schema, lambda: (table for path in paths for table in tables(path)))
     if not len(data):

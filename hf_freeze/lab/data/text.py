@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 import pyarrow as pa
 
-from hf_freeze.data.files import found, kind_of
+from hf_freeze.data.files import kind_of, matching_files
 from hf_freeze.data.lines import UNITS, full_lines
 from hf_freeze.lab.data.cache import cached_rows, stamp
 from hf_freeze.lab.data.tables import OPTIONAL, TABLES, TEXT, cached_files, iterate_columns, read_table
@@ -45,7 +45,7 @@ def read_pairs(paths: Sequence[str | Path], *, source: str = "source", target: s
 
     Raises ValueError for other files, and the errors of `read_text`.
     """
-    paths = found(paths)
+    paths = matching_files(paths)
     kinds = {kind_of(path) for path in paths}
     if kinds == {"lines"} and len(paths) == 2:
         return read_parallel(*paths)

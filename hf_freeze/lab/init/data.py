@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_freeze.data.files import endings, found, kind_of
+from hf_freeze.data.files import endings, kind_of, matching_files
 from hf_freeze.lab.data.tables import TABLES, check_columns, columns_of
 from hf_freeze.lab.recipes.settings import Data
 from hf_freeze.lab.tasks.registry import task_of
@@ -45,7 +45,7 @@ def data_section(
         _check_number(task, split, named)
     section |= files
     section |= _column_fields(
-        task, found(folder / file if "root" in section else file for file in files["train"]), columns, label
+        task, matching_files(folder / file if "root" in section else file for file in files["train"]), columns, label
     )
     missing = {"dev": "holdout", "test": "holdout_test"}
     missing = {split: field for split, field in missing.items() if split not in files}
@@ -57,7 +57,7 @@ def data_section(
 
 def _listed(names: str, option: str) -> list[str]:
     files = [name.strip() for name in names.split(",") if name.strip()]
-    for file in found(files):
+    for file in matching_files(files):
         if not file.is_file():
             raise FileNotFoundError(f"{option} {names}: there is no file {str(file)!r}")
     return files

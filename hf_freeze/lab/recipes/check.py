@@ -1,6 +1,7 @@
 """Whether the fields of a recipe fit its task and each other; their types and limits are checked by the models."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from hf_freeze.data.files import kind_of
@@ -22,13 +23,13 @@ from hf_freeze.lab.recipes.settings import (
     Training,
 )
 from hf_freeze.lab.recipes.space import check_search, space_of
-from hf_freeze.methods._budget import check_budget
+from hf_freeze.methods.budget import check_budget
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.training.schedules import RATED
 
 
-def check(data: dict[str, Any], path: Any) -> Recipe:
+def check(data: dict[str, Any], path: str | Path) -> Recipe:
     """The recipe that `data` are, with all defaults that are written with a run. `path`: the file, for the ValueError of anything
     that is wrong."""
     recipe = validated(Recipe, data, path)
@@ -66,7 +67,7 @@ def check(data: dict[str, Any], path: Any) -> Recipe:
     return recipe
 
 
-def check_data(data: dict[str, Any], path: Any) -> Recipe:
+def check_data(data: dict[str, Any], path: str | Path) -> Recipe:
     """Check the task and the data of a recipe alone, of which the rest may be missing or wrong."""
     used = {key: data[key] for key in ("task", "metric", "data") if key in data}
     recipe = validated(Recipe, {"name": "", **used}, path)
@@ -77,7 +78,7 @@ def check_data(data: dict[str, Any], path: Any) -> Recipe:
     return recipe
 
 
-def _check_present(recipe: Recipe, path: Any) -> None:
+def _check_present(recipe: Recipe, path: str | Path) -> None:
     """The sections that the task needs. A run that starts from another one has its backbone, a pretrained one its tokenizer."""
     own = [] if recipe.start is not None else ["backbone", "tokenizer"]
     if recipe.backbone is not None and recipe.backbone.pretrained is not None:
@@ -92,7 +93,7 @@ def _check_present(recipe: Recipe, path: Any) -> None:
         recipe.rows = {}
 
 
-def _check_fields(section: Settings, task: str, path: Any, prefix: str = "") -> None:
+def _check_fields(section: Settings, task: str, path: str | Path, prefix: str = "") -> None:
     """Whether the task takes the fields that are set, and those within them. Rows are left out: they have names of their own."""
     model = type(section)
     for name in sorted(section.model_fields_set):
@@ -112,7 +113,7 @@ def _check_needed(section: Settings, task: str, where: str) -> None:
             raise ValueError(f"{where}.{name} is missing")
 
 
-def _check_sections(owner: Recipe | Row, recipe: Recipe, path: Any) -> None:
+def _check_sections(owner: Recipe | Row, recipe: Recipe, path: str | Path) -> None:
     """The sections that a recipe and its rows have."""
     kind, kinds = owner.tokenizer.kind if owner.tokenizer is not None else None, TASKS[recipe.task].tokenizers
     if kind is not None and kind not in kinds:
@@ -129,7 +130,7 @@ def _check_sections(owner: Recipe | Row, recipe: Recipe, path: Any) -> None:
         raise ValueError(f"{path}: training.epochs={training.epochs} is not a value that it takes: an integer")
 
 
-def _check_axis(axis: str | None, path: Any) -> None:
+def _check_axis(axis: str | None, path: str | Path) -> None:
     if axis is None or axis == "heads.fraction":
         return
     method, _, setting = axis.partition(".")
@@ -145,7 +146,7 @@ def _check_axis(axis: str | None, path: Any) -> None:
 # -- data ------------------------------------------------------------------------------------------------------------------------
 
 
-def _check_data(data: Data, task: str, path: Any) -> None:
+def _check_data(data: Data, task: str, path: str | Path) -> None:
     given, form, facts = data.model_fields_set, data.form, TASKS[task]
     without_dev = "holdout" in given or (task in IMAGES and "dev" not in given)
     drawn = {"dev": without_dev, "test": "holdout_test" in given}

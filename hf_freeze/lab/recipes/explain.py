@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -14,7 +15,7 @@ _TYPES = {"dict_type": "a dict", "model_type": "a dict", "list_type": "a list", 
 _LIMITS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
-def validated(model: type[M], data: Any, path: Any) -> M:
+def validated(model: type[M], data: Any, path: str | Path) -> M:
     """`data` as a `model`. `path`: the file, for the ValueError of what is wrong."""
     try:
         return model.model_validate(data)
@@ -22,7 +23,7 @@ def validated(model: type[M], data: Any, path: Any) -> M:
         raise ValueError(_Finding(error.errors(include_url=False)[0], model, data).line(path)) from None
 
 
-def check_top(model: type[BaseModel], data: Any, path: Any) -> None:
+def check_top(model: type[BaseModel], data: Any, path: str | Path) -> None:
     """As `validated`, but look only at the names and types of the fields of `model` itself, of which some may be missing."""
     try:
         model.model_validate(data)
@@ -92,7 +93,7 @@ class _Finding:
                 self.is_below = len(found["loc"]) > len(self.names)
                 break
 
-    def line(self, path: Any) -> str:
+    def line(self, path: str | Path) -> str:
         where, names = f"{path}", self.names
         if names[:1] == ["rows"] and len(names) > 1:
             where, names = f"{path}: row {names[1]!r}", names[2:]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from itertools import combinations
+from pathlib import Path
 from typing import Any, get_args
 
 from hf_freeze.lab.recipes.explain import choose
@@ -79,7 +80,7 @@ class Space:
         return ranges | {name: part for key, section in self.sections.items() for name, part in _ranges(section, key)}
 
 
-def space_of(recipe: Recipe, path: Any) -> Space:
+def space_of(recipe: Recipe, path: str | Path) -> Space:
     """The space of a recipe. Raises ValueError, in one line, for anything in it that cannot be searched."""
     where, data = f"{path}: space", recipe.space or SpaceSection()
     if recipe.start is not None or (recipe.backbone is not None and recipe.backbone.pretrained is not None):
@@ -100,7 +101,7 @@ def space_of(recipe: Recipe, path: Any) -> Space:
     return space
 
 
-def check_search(recipe: Recipe, path: Any) -> None:
+def check_search(recipe: Recipe, path: str | Path) -> None:
     """Whether the goals and rungs of a search fit the recipe."""
     goals, rungs, epochs = recipe.search.goals, recipe.search.rungs, recipe.training.epochs
     if "dev_loss" not in goals or len(set(goals)) < len(goals):

@@ -12,8 +12,7 @@ from filelock import FileLock, Timeout
 from hf_freeze.io import write_whole
 from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.recipes.settings import SPLITS, Data
-from hf_freeze.lab.runs.precision import noted_precision, resolve_precision
-from hf_freeze.lab.training.precision import AUTO, uses_bf16
+from hf_freeze.lab.runs.precision import auto_is_bf16, resolve_precision
 from hf_freeze.run_folder import COMMANDS, commands_of, first_difference
 
 
@@ -34,10 +33,7 @@ def check_folder(folder: Path, run: Run) -> None:
         recorded = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is damaged ({error}); remove {folder}") from error
-    auto = None
-    if "bf16" in run.training.model_fields_set:
-        noted = noted_precision(folder.parent)
-        auto = uses_bf16(AUTO) if noted is None else noted == "bf16"
+    auto = auto_is_bf16(folder.parent) if "bf16" in run.training.model_fields_set else None
     if difference := first_difference(comparable(recorded, auto), comparable(run.given(), auto)):
         raise ValueError(f"{folder} holds a run of other settings ({difference}); choose another --out, or remove it")
 

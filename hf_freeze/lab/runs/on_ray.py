@@ -18,7 +18,7 @@ from typing import Any
 
 from hf_freeze.install import how_to_install
 from hf_freeze.lab.recipes.recipe import Run
-from hf_freeze.lab.runs.processes import KEEP_MEMORY, work
+from hf_freeze.lab.runs.processes import KEEP_MEMORY, WorkOptions, work
 
 # Unless told otherwise, Ray tells its makers of every start, warns of what is to come, waits minutes for what is no Ray, and
 # gives way to whatever else a machine does (niceness 15): on two busy cores, runs did not start for minutes.
@@ -74,8 +74,8 @@ class _Task:
 
 class RayTasks:
     """Runs as many at a time as Ray has room for. `say` receives what is worth a line. `jobs`: have no more than so many at
-    a time, and none that Ray would let wait; if not given, Ray has all runs, and some wait there. `begin_again`: as `work`
-    takes it; retries always do.
+    a time, and none that Ray would let wait; if not given, Ray has all runs, and some wait there. `begin_again`: see
+    `WorkOptions`; retries always do.
 
     Raises ValueError where Ray is not installed or no node has what a run takes, ConnectionError where no Ray answers.
     """
@@ -185,9 +185,12 @@ class RayTasks:
     def _submit(self, task: _Task) -> None:
         where = (str(Path.cwd()), str(task.folder))
         begin_again = self._begin_again or task.attempt > 0
-        how = (self._threads, self._takes["GPU"], self._resume_anyway, begin_again, task.until)
+        options = WorkOptions(
+            threads=self._threads, resume_anyway=self._resume_anyway, begin_again=begin_again, until=task.until
+        )
         name = f"hf-freeze {task.run.name} {task.folder.name}"
-        self._running[self._remote.options(name=name).remote(task.run, *where, *how, self._messages)] = task
+        remote = self._remote.options(name=name)
+        self._running[remote.remote(task.run, *where, self._takes["GPU"], options, self._messages)] = task
 
     def _nodes(self) -> list[dict[str, float]]:
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
@@ -246,11 +249,8 @@ def _work(
     run: Run,
     cwd: str,
     name: str,
-    threads: int,
     gpus: float,
-    resume_anyway: bool,
-    begin_again: bool,
-    until: float | None,
+    options: WorkOptions,
     messages: Any,
 ) -> str:
     """One run, on a node of Ray, in a process of its own. `cwd`: where the command runs, from which paths of data begin.
@@ -275,7 +275,7 @@ def _work(
             messages.put((Path(name), message))
 
     report({"stage": f"starting on {node}"})
-    work(run, folder, threads, report, resume_anyway, begin_again, until)
+    work(run, folder, options, report)
     if (folder / "metrics.json").exists():
         return "metrics.json"
     checkpoint = last_whole_checkpoint(folder / "checkpoints")

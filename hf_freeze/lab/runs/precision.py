@@ -28,6 +28,12 @@ def noted_precision(out: Path) -> str | None:
     return path.read_text(encoding="utf-8").strip() or None if path.exists() else None
 
 
+def auto_is_bf16(out: Path) -> bool:
+    """What `auto` means in the grid in `out`; where no run has used it yet, on this machine."""
+    noted = noted_precision(out)
+    return uses_bf16(AUTO) if noted is None else noted == "bf16"
+
+
 def precision_of(out: Path, run: Run, *, resume_anyway: bool = False) -> str:
     """`"bf16"` or `"fp32"`, in which `run` of the grid in `out` is trained on this machine.
 

@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,17 @@ KEEP_MEMORY = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions:
+    """`threads`: of the run. `resume_anyway`, `until`: as `execute` takes them. `begin_again`: start from the beginning, unless
+    `resume_anyway`, where other code or another kind of machine left the checkpoint to resume, which is else an error."""
+
+    threads: int
+    resume_anyway: bool
+    begin_again: bool = False
+    until: float | None = None
+
+
 @dataclass
 class _Running:
     process: Any
@@ -34,7 +45,7 @@ class _Running:
 
 
 class Processes:
-    """Runs at most `jobs` at a time. `begin_again`: as `work` takes it."""
+    """Runs at most `jobs` at a time. `begin_again`: see `WorkOptions`."""
 
     def __init__(self, jobs: int, resume_anyway: bool, *, begin_again: bool = False) -> None:
         for name, value in KEEP_MEMORY.items():
@@ -43,8 +54,9 @@ class Processes:
         if _METHOD == "forkserver":
             self.context.set_forkserver_preload(["hf_freeze.lab.runs.execute"])
         # More threads than cores make a step many times slower, so who says OMP_NUM_THREADS is heard.
-        self._threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
-        self._jobs, self._how = jobs, (resume_anyway, begin_again)
+        threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // jobs))
+        self._options = WorkOptions(threads=threads, resume_anyway=resume_anyway, begin_again=begin_again)
+        self._jobs = jobs
         self._started: deque[Path] = deque()
         self._running: dict[Path, _Running] = {}
 
@@ -54,7 +66,7 @@ class Processes:
     def start(self, run: Run, folder: Path, until: float | None = None) -> None:
         """`until`: as `execute` takes it; a run that pauses there leaves no figures and no error."""
         reader, writer = self.context.Pipe(duplex=False)
-        arguments = (run, folder, self._threads, writer, *self._how, until)
+        arguments = (run, folder, replace(self._options, until=until), writer)
         process = self.context.Process(target=_child, args=arguments)
         process.start()
         writer.close()
@@ -90,20 +102,8 @@ class Processes:
             running.process.terminate()
 
 
-def work(
-    run: Run,
-    folder: Path,
-    threads: int,
-    report: Callable[[dict[str, Any]], None],
-    resume_anyway: bool,
-    begin_again: bool = False,
-    until: float | None = None,
-) -> None:
-    """One run, in a process of its own. An error is raised again, and its traceback is left in the folder.
-
-    `begin_again`: start from the beginning, unless `resume_anyway`, where other code or another kind of machine left the
-    checkpoint to resume, which is else an error.
-    """
+def work(run: Run, folder: Path, options: WorkOptions, report: Callable[[dict[str, Any]], None]) -> None:
+    """One run, in a process of its own. An error is raised again, and its traceback is left in the folder."""
     import datasets
     import torch
     import transformers
@@ -115,17 +115,17 @@ def work(
 
     # What is imported stays. The Trainer collects garbage at the end of training, a third of a second among a million objects.
     gc.freeze()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
     # The grid shows its own progress, and the Trainer warns of every tensor that a seed regenerates when it reloads the best.
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     (folder / "error.log").unlink(missing_ok=True)
     try:
-        if begin_again and not resume_anyway:
+        if options.begin_again and not options.resume_anyway:
             forget_other_machines(folder)
         with training_in(folder):
-            execute(run, folder, report, resume_anyway=resume_anyway, until=until)
+            execute(run, folder, report, resume_anyway=options.resume_anyway, until=options.until)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     except Paused:
         return
@@ -134,8 +134,7 @@ def work(
         raise
 
 
-def _child(run: Run, folder: Path, threads: int, messages: Any, *how: Any) -> None:
-    """`how`: what `work` takes after `report`."""
+def _child(run: Run, folder: Path, options: WorkOptions, messages: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
     def report(message: dict[str, Any]) -> None:
@@ -144,7 +143,7 @@ def _child(run: Run, folder: Path, threads: int, messages: Any, *how: Any) -> No
             messages.send(message)
 
     try:
-        work(run, folder, threads, report, *how)
+        work(run, folder, options, report)
     except BaseException:
         raise SystemExit(1) from None
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import datasets
 from transformers import DataCollatorWithPadding
 
-from hf_freeze.data.files import found
+from hf_freeze.data.files import matching_files
 from hf_freeze.lab import data as hf_data
 from hf_freeze.lab.data import Progress
 from hf_freeze.lab.data.tables import CLASS, iterate_columns
@@ -37,7 +37,7 @@ def refuse_label(data: Data, split: str, label: str, message: str) -> NoReturn:
 
     if data.form == "files":
         named = getattr(data, split) or data.train  # what is drawn comes from train
-        for path in found(paths_of(data, list(named))):
+        for path in matching_files(paths_of(data, list(named))):
             for _ in iterate_columns(path, {column: CLASS}, header=data.header, check=check):
                 pass
     raise ValueError(message)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from hf_freeze.architectures.base import Architecture, Stack
-from hf_freeze.methods._linear import LinearMethod
 from hf_freeze.methods.base import Method
+from hf_freeze.methods.linear import LinearMethod
 from hf_freeze.methods.parts import Objective, Schedule, parts_of
 from hf_freeze.methods.registry import METHODS, method_from_dict, method_to_dict
 

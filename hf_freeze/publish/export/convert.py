@@ -14,15 +14,17 @@ from hf_freeze.architectures.registry import architecture_of
 from hf_freeze.architectures.tasks import task_of
 from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.io import holds_files, whole_folder
-from hf_freeze.methods._checks import check_share
+from hf_freeze.methods.checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.publish.export import (
     aotinductor,
     ctranslate2,
     executorch,
+    gguf,
     onnx,
     recording,
+    static_table,
     torch_export,
     trained_grid,
     transformers_js,
@@ -32,6 +34,8 @@ from hf_freeze.publish.export.folders import MARK, Export, Format, digests, requ
 from hf_freeze.publish.export.page import check_page, write_page
 from hf_freeze.publish.export.served import check_fidelity
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
+
+_COMPARED = 10  # one in so many texts is kept out, if a format learns from the others
 
 
 def _write_dense(export: Export, folder: Path) -> None:
@@ -47,6 +51,8 @@ FORMATS = {
     "executorch": executorch.FORMAT,
     "ctranslate2": ctranslate2.FORMAT,
     "transformers-js": transformers_js.FORMAT,
+    "gguf": gguf.FORMAT,
+    "static": static_table.FORMAT,
     "dense": Format(_write_dense, quantizations=("float16", "bfloat16", "float32"), keeps_structure=False),
 }
 
@@ -94,6 +100,8 @@ def export_model(
         check_share(min_fidelity, "export_model", "min_fidelity")
         texts = [text for text in texts or () if not isinstance(text, str) or text.strip()]
         compared = _texts_to_compare(texts, is_calibrated)
+        if kind.learns:
+            compared, texts = compared[::_COMPARED], [text for i, text in enumerate(compared) if i % _COMPARED]
     if is_calibrated:
         recording.check(str(quantization), texts)
     for package in kind.packages:
@@ -121,7 +129,9 @@ def export_model(
                 trained_grid.check_static(model, format, say)
                 trained_grid.leave_inputs(model)
             model = _merged(model, format, say)
-    export = Export(model, task, tokenizer, quantization, say, texts, row_steps)
+    elif kind.after_merge is not None:
+        model = kind.after_merge(model)
+    export = Export(model, task, tokenizer, quantization, say, texts, row_steps, source)
     with whole_folder(folder) as written:
         kind.write(export, written)
         _write_beside(export, source, format, written)
@@ -168,22 +178,32 @@ def _write_beside(export: Export, source: str | os.PathLike[str], format: str, f
     if export.tokenizer is not None:
         export.tokenizer.save_pretrained(folder)
     _compact(folder)
+    if FORMATS[format].is_complete:
+        _mark(export, format, folder)
+        return
     if model.main_input_name != "input_ids":
         copy_processors(source, folder)
     if export.task == "feature-extraction":
-        copy_sentence_files(source, folder)
+        copy_sentence_files(
+            source, folder, exported=FORMATS[format].keeps_structure and not FORMATS[format].for_browsers
+        )
     if FORMATS[format].for_browsers:
         transformers_js.write_configs(export, folder)
     elif FORMATS[format].keeps_structure:
         ExportedConfig.of(model.config).save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+    _mark(export, format, folder)
+
+
+def _mark(export: Export, format: str, folder: Path) -> None:
+    config = export.model.config
     mark = {
         "format": format,
         "quantization": export.quantization,
         "task": export.task,
         "hf_freeze_version": __version__,
-        "max_positions": {side: max_positions(model.config, side) for side in ("encoder", "decoder")},
+        "max_positions": {side: max_positions(config, side) for side in ("encoder", "decoder")},
         "files": digests(folder),
     }
     (folder / MARK).write_text(json.dumps(mark, indent=2) + "\n", encoding="utf-8")
@@ -231,6 +251,8 @@ def _merged(model: Any, format: str, say: Callable[[str], Any]) -> Any:
         merged: Any = model.merge()
     except ValueError as error:
         raise ValueError(f"{format} cannot hold this model: {error}") from error
+    if (shrink := FORMATS[format].after_merge) is not None:
+        merged = shrink(merged)
     large = stored_bytes(merged)
     if large > 1.01 * small:
         names = ", ".join(method.name for method in model.methods)

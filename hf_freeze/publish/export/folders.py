@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from hf_freeze.install import how_to_install
 
 MARK = "hf_freeze_export.json"  # marks an exported folder; holds format, quantization, task, positions and digests of the files
-MODEL_FILES = (".safetensors", ".bin", ".onnx", ".data", ".pt2", ".pte")
+MODEL_FILES = (".safetensors", ".bin", ".onnx", ".data", ".pt2", ".pte", ".gguf")
 _BLOCK = 1 << 20  # bytes that are read at once
 
 
@@ -27,6 +28,7 @@ class Export:
     texts: Iterable[str] | None = None  # for the scales of activations
     # Of what was quantised before: `trained_grid.steps_of_rows`.
     row_steps: dict[bytes, float] = field(default_factory=dict)
+    source: str | os.PathLike[str] = ""  # the directory or Hub id
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Format:
 
     `packages`: what it needs. `quantizations`: types of weights; those in `calibrated` need texts, those in `round_inputs` round
     the inputs of linears too. `tasks`: model type -> tasks; None: all of every family. `keeps_structure`: the methods of a
-    variant stay; otherwise they are merged. `for_browsers`: the folder opens in a browser alone.
+    variant stay; otherwise they are merged, and `after_merge` makes the native model smaller without changing its outputs.
+    `learns`: whether texts change what it writes. `is_complete`: whether it writes all but the tokenizer. `for_browsers`: the
+    folder opens in a browser alone.
     """
 
     write: Callable[[Export, Path], None]
@@ -46,12 +50,15 @@ class Format:
     tasks: Mapping[str, tuple[str, ...]] | None = None
     needs_tokenizer: bool = False
     keeps_structure: bool = True
+    after_merge: Callable[[Any], Any] | None = None
+    learns: bool = False
+    is_complete: bool = False
     for_browsers: bool = False
 
 
 def require(package: str, format: str) -> Any:
     """The imported package. Raises ValueError if it is not installed."""
-    extra = "executorch" if format == "executorch" else "export"
+    extra = format if format in ("executorch", "gguf", "llama-cpp") else "export"
     try:
         return importlib.import_module(package)
     except ImportError as error:

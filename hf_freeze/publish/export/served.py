@@ -25,9 +25,11 @@ from hf_freeze.model.samples import MOST_TOKENS, longest_of
 from hf_freeze.publish.export.ctranslate2 import CTranslate2Generator, CTranslate2Translator
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import mark_of
+from hf_freeze.publish.export.llama_served import LlamaCppForward, LlamaCppTranslator
 from hf_freeze.publish.export.served_answers import answers_of, decoded
 from hf_freeze.publish.export.served_questions import Questions, vocabulary_of
 from hf_freeze.publish.export.served_questions import Served as Served
+from hf_freeze.publish.export.static_table import StaticForward
 from hf_freeze.publish.sentence_files import read_sentence_files
 
 _COMPARED = 512  # of the texts of an export
@@ -42,6 +44,10 @@ def opened(source: str | os.PathLike[str], tokenizer: Any = None) -> Served:
     kind, task = mark.get("format"), mark.get("task", "")
     if kind == "ctranslate2":
         model: Any = (CTranslate2Generator if task == "causal-lm" else CTranslate2Translator)(folder)
+    elif kind == "gguf":
+        model = LlamaCppTranslator(folder) if task == "seq2seq-lm" else LlamaCppForward(folder, task)
+    elif kind == "static":
+        model = StaticForward(folder)
     elif kind in (None, "dense"):
         model = load_model(source).float().eval()
         task = task_of(model)

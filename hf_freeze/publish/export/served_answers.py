@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_freeze.model.samples import MOST_TOKENS
-from hf_freeze.publish.export.ctranslate2 import CTranslate2Translator
 from hf_freeze.publish.export.served_questions import Questions
-from hf_freeze.publish.export.translator import token_ids
+from hf_freeze.publish.export.translator import Translator, token_ids
 
 _MASKED = 0.15  # of the tokens, for masked language models
 _Answers = Iterator[tuple[int, dict[str, Any]]]  # (number of the row, what is kept of its answer)
@@ -23,7 +22,7 @@ _Answers = Iterator[tuple[int, dict[str, Any]]]  # (number of the row, what is k
 
 def _classes(asked: Questions) -> _Answers:
     """Of classifiers of texts, images and sound, and of multiple choice."""
-    several = getattr(asked.served.model.config, "problem_type", None) == "multi_label_classification"
+    several = getattr(getattr(asked.served.model, "config", None), "problem_type", None) == "multi_label_classification"
     for number, found in asked.outputs():
         logits = found["logits"]
         if several:
@@ -144,7 +143,7 @@ def decoded(
     if "input_ids" in batch:
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or MOST_TOKENS
         limit = {"max_new_tokens": min(max(most), positions - 1)}
-    if isinstance(model, CTranslate2Translator):
+    if isinstance(model, Translator):
         config = copy.deepcopy(model.generation_config)
         config.update(num_beams=beams, num_return_sequences=1, **limit)
         returned = model.translate_ids([asked.rows[i]["input_ids"] for i in chosen], config, len(chosen))
@@ -178,12 +177,12 @@ def _forced(
     asked: Questions, chosen: list[int], batch: dict[str, Tensor], starts: list[list[int]], targets: list[list[int]]
 ) -> dict[int, Tensor]:
     """Place -> log-probabilities where the decoder reads the target, if all of its tokens are known: (T, V), or (T,), of its
-    tokens, in CTranslate2."""
+    tokens, of a `Translator`."""
     model = asked.served.model
     known = [place for place, ids in enumerate(targets) if ids and min(ids) >= 0]
     if not known:
         return {}
-    if isinstance(model, CTranslate2Translator):
+    if isinstance(model, Translator):
         sources = [asked.rows[chosen[place]]["input_ids"] for place in known]
         scores = model.log_probabilities(sources, [targets[place] for place in known])
         return dict(zip(known, map(torch.tensor, scores), strict=True))

@@ -68,6 +68,10 @@ class Translator:
         """ids of each text -> ids of each sequence that is returned for it. Raises ValueError for settings that it lacks."""
         raise NotImplementedError
 
+    def log_probabilities(self, sources: list[list[int]], targets: list[list[int]]) -> list[list[float]]:
+        """Of the tokens of each target."""
+        raise NotImplementedError
+
     def _encode(self, text: Any, truncation: bool) -> list[int]:
         if not isinstance(text, str):
             raise ValueError(f"a translator needs text (str), not {type(text).__name__}: {reprlib.repr(text)}")

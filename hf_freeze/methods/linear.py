@@ -11,14 +11,14 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, Architecture, check_layers_type
 from hf_freeze.layers.derived import features
 from hf_freeze.layers.factorized import EXECUTIONS
-from hf_freeze.methods._checks import (
+from hf_freeze.methods.base import Facts, Method, Model, Statistics
+from hf_freeze.methods.checks import (
     check_any_selected,
     check_choice,
     check_one_given,
     check_positive,
     check_positive_list,
 )
-from hf_freeze.methods.base import Facts, Method, Model, Statistics
 from hf_freeze.solvers.moments import Moments, loss
 from hf_freeze.solvers.tensors import alternate
 

@@ -1,4 +1,5 @@
-"""What smaller parts lose: closed forms for heads and neurons, and a few measurements of whole models for the rest."""
+"""How far smaller parts take outputs from the original's: closed forms for heads and neurons, a few measurements of whole
+models for the rest."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +12,11 @@ from torch.nn import functional
 from hf_freeze import methods
 from hf_freeze.analysis.answers import compare_answers
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.compression.bench import Bench
 from hf_freeze.compression.blocks import Block
 from hf_freeze.compression.original import PREDICT, Original, Subject
-from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.progress import Progress
-from hf_freeze.compression.shape import methods_of, quantized, whole
+from hf_freeze.compression.shape import full_shape, methods_of, quantized
 from hf_freeze.methods.ffn_pruning import neurons_at_once
 from hf_freeze.model.make import make_variant
 from hf_freeze.model.running import in_eval_mode, without_cache
@@ -24,18 +25,18 @@ from hf_freeze.publish.export.served import Served, answers
 from hf_freeze.solvers.allocation import allocate
 
 _GREEDY = 8  # layers of a stack up to which each removal is chosen anew
-_DEPTHS = 6  # of a stack, whose loss is measured
+_DEPTHS = 6  # of a stack, whose distance is measured
 _FEW = 4  # batches by which removals of a layer are compared
 _SHARES = (0.5, 0.25)  # of heads or neurons that stay when closed forms are checked
 _COVERAGES = (1.0, 0.999, 0.995, 0.98, 0.95)  # of all tokens of the texts
-_RELEARNT = 0.1  # share of the loss of fewer tokens that counts where healing teaches how words are split now
+_RELEARNT = 0.1  # share of the distance of fewer tokens that counts where healing teaches how words are split now
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
-    """`layers`: stack -> number of layers -> (which, loss); `factors`: kind of unit -> measured loss by that of the closed form;
-    `four_bits`: block or "tables" -> loss; `tokens`: how many are kept -> loss. All are distances of outputs from the original's
-    (`model.fidelity`), which are taken to add up."""
+class Distances:
+    """Of outputs from the original's (`model.fidelity`); they are taken to add up. `layers`: stack -> number of layers -> (which,
+    distance); `factors`: kind of unit -> measured distance by that of the closed form; `four_bits`: block or "tables" ->
+    distance; `tokens`: how many are kept -> distance."""
 
     layers: dict[str, dict[int, tuple[tuple[int, ...], float]]]
     factors: dict[str, float] = field(default_factory=dict)
@@ -54,19 +55,19 @@ class Losses:
         return self.four_bits.get(name, 0.0) * share if bits == 4 else 0.0
 
 
-def measured_losses(
-    original: Original,
-    blocks: Mapping[str, Block],
+def measured_distances(
+    bench: Bench,
     may_go: frozenset[str],
     bits: Sequence[int],
-    phases: Phases,
-    progress: Progress,
-    worst: Callable[[Losses], float],
+    *,
+    worst: Callable[[Distances], float],
     heals: bool,
-) -> Losses:
-    """Of a model, where parts of these kinds may go. `worst`: from the losses of all other parts, the
-    loss above which it does not pay to remove layers; once a number of layers loses more, still fewer are not measured.
-    `heals`: whether what is cut will be healed."""
+) -> Distances:
+    """Of the original of `bench`, where parts of these kinds may go. `worst`: from the distances of all other parts, the one
+    above which it does not pay to remove layers; once a number of layers is above it, still fewer are not measured. `heals`:
+    whether what is cut will be healed."""
+    original, phases, progress = bench.original, bench.phases, bench.progress
+    blocks = original.blocks
     depths = original.depths
     stacks = [stack for stack in depths if "layers" in may_go]
     kinds = [kind for kind in ("heads", "neurons") if kind in may_go and any(b.kind == kind for b in blocks.values())]
@@ -84,40 +85,40 @@ def measured_losses(
         return max([one for one in found if one is not None], default=1.0)
 
     factors = {kind: once(f"factor-{kind}", lambda kind=kind: factor(kind)) for kind in kinds}
-    four_bits = once("four-bits", lambda: bit_losses(original.subject(), blocks, progress.step)) if 4 in bits else {}
+    four_bits = once("four-bits", lambda: bit_distances(original.subject(), blocks, progress.step)) if 4 in bits else {}
     tokens = {original.tokens: 0.0}
     if "tokens" in may_go:
-        found = once("tokens", lambda: _token_losses(original, progress))
-        tokens |= {int(count): loss for count, loss in found.items()}
+        found = once("tokens", lambda: _token_distances(original, progress))
+        tokens |= {int(count): distance for count, distance in found.items()}
     layers: dict[str, Any] = {stack: {depth: (tuple(range(depth)), 0.0)} for stack, depth in depths.items()}
     relearnt = _RELEARNT if heals and original.served.task in PREDICT else 1.0
-    losses = Losses(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens, relearnt=relearnt)
-    limit = worst(losses) if stacks else 0.0
+    distances = Distances(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens, relearnt=relearnt)
+    limit = worst(distances) if stacks else 0.0
     for stack in stacks:
         found = once(
-            f"layers-{stack}", lambda stack=stack: layer_losses(original.subject(), stack, progress.step, limit)
+            f"layers-{stack}", lambda stack=stack: layer_distances(original.subject(), stack, progress.step, limit)
         )
-        layers[stack] = {int(depth): (tuple(kept), loss) for depth, (kept, loss) in found.items()}
-    return losses
+        layers[stack] = {int(depth): (tuple(kept), distance) for depth, (kept, distance) in found.items()}
+    return distances
 
 
-def unmeasured_losses(original: Original, may_go: frozenset[str]) -> Losses:
-    """The choices that `measured_losses` gives, each without a loss: which shapes there are, before anything is measured."""
+def unmeasured_distances(original: Original, may_go: frozenset[str]) -> Distances:
+    """The choices that `measured_distances` gives, each at distance 0: which shapes there are, before anything is measured."""
     layers: dict[str, Any] = {}
     for stack, depth in original.depths.items():
         least = 1 if "layers" in may_go else depth
         layers[stack] = {count: (tuple(range(count)), 0.0) for count in range(least, depth + 1)}
     sizes = original.sizes(_COVERAGES) if "tokens" in may_go else []
-    return Losses(layers=layers, tokens=dict.fromkeys([original.tokens, *sizes], 0.0))
+    return Distances(layers=layers, tokens=dict.fromkeys([original.tokens, *sizes], 0.0))
 
 
-def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
-    """Number of tokens that are kept -> loss on the inputs that are compared, never less for fewer ones.
+def _token_distances(original: Original, progress: Progress) -> dict[int, float]:
+    """Number of tokens that are kept -> distance on the inputs that are compared, never less for fewer ones.
 
     Of models that predict tokens: how many more nats the trimmed one needs for the same texts, for each token of the original,
     since a text is in other tokens there. Of others: the distance of the answers.
     """
-    items, expected = original.inputs.compared, original.expected("compared")
+    items, expected = original.inputs.dev_subset, original.expected("dev_subset")
     predicts = original.served.task in PREDICT
     if original.served.task == "seq2seq-lm":
         items = original.written
@@ -127,18 +128,18 @@ def _token_losses(original: Original, progress: Progress) -> dict[int, float]:
         progress.step(f"{size:,} of {original.tokens:,} tokens")
         trimmed = original.trimmed(size)
         if predicts:
-            loss = (_nats(trimmed, items)[0] - before) / max(count, 1)
+            distance = (_nats(trimmed, items)[0] - before) / max(count, 1)
         else:
-            loss = compare_answers(expected, answers(trimmed, items, like=expected)).distance
-        found[size] = max([loss, 0.0, *found.values()])
+            distance = compare_answers(expected, answers(trimmed, items, like=expected)).distance
+        found[size] = max([distance, 0.0, *found.values()])
     return found
 
 
-def layer_losses(
+def layer_distances(
     subject: Subject, stack: str, say: Callable[[str], Any], limit: float = math.inf
 ) -> dict[int, tuple[tuple[int, ...], float]]:
-    """Number of layers -> (which stay, loss with calibration), down to the first loss above the limit. The layer goes whose loss
-    without calibration is least, one after another; in a deep stack, by one measurement of each."""
+    """Number of layers -> (which stay, distance with calibration), down to the first one above the limit. The layer goes without
+    which an uncalibrated model is nearest, one after another; in a deep stack, by one measurement of each."""
     depth = architecture_for(subject.model).depths(subject.model.config)[stack]
     kept, order, ranking = list(range(depth)), [], []
     for _ in range(depth - 1):
@@ -161,15 +162,15 @@ def layer_losses(
     for count in reversed(counts):
         stay = tuple(layer for layer in range(depth) if layer not in order[: depth - count])
         say(f"{stack}: {count} of {depth} layers")
-        loss = subject.distance(subject.cut([methods.LayerSelection(keep={stack: list(stay)})]))
-        result[count] = stay, max(loss, *(other for _, other in result.values()))  # fewer layers are never better
-        if loss > limit:
+        distance = subject.distance(subject.cut([methods.LayerSelection(keep={stack: list(stay)})]))
+        result[count] = stay, max(distance, *(other for _, other in result.values()))  # fewer layers are never better
+        if distance > limit:
             break
     return result
 
 
 def factor_of(subject: Subject, blocks: Mapping[str, Block], kind: str, share: float) -> float | None:
-    """How many times the loss of the closed forms is measured when this share of all heads or neurons stays."""
+    """How many times the distance of the closed forms is measured when this share of all heads or neurons stays."""
     some = [block for block in blocks.values() if block.kind == kind]
     curves = [block.losses for block in some]
     most = [block.units - 1 for block in some]
@@ -180,14 +181,14 @@ def factor_of(subject: Subject, blocks: Mapping[str, Block], kind: str, share: f
     depths = architecture_for(subject.model).depths(subject.model.config)
     if expected <= 0:
         return None
-    shape = whole(depths, blocks, 8)
+    shape = full_shape(depths, blocks, 8)
     units = {block.name: block.units - gone for block, gone in zip(some, removed, strict=True)}
     shape = replace(shape, units=shape.units | units)
     return subject.distance(subject.cut(methods_of(shape, blocks, depths))) / expected
 
 
-def bit_losses(subject: Subject, blocks: Mapping[str, Block], say: Callable[[str], Any]) -> dict[str, float]:
-    """Block or "tables" -> loss of 4 bits. That of all blocks together is measured and divided by their weights."""
+def bit_distances(subject: Subject, blocks: Mapping[str, Block], say: Callable[[str], Any]) -> dict[str, float]:
+    """Block or "tables" -> distance of 4 bits. That of all blocks together is measured and divided by their weights."""
     say("4 bits")
     tables = subject.distance(subject.cut([quantized(["embeddings"])]))
     linears = subject.distance(subject.cut([quantized(["ffn", "attention"])]))
@@ -200,7 +201,7 @@ def _nats(served: Served, items: Sequence[Any]) -> tuple[float, int]:
     """(negative log-likelihood of all texts, predicted tokens)"""
     nats, count = 0.0, 0
     with in_eval_mode(served.model), without_cache(served.model):
-        for batch in samples_of(served.model, items, served.tokenizer).whole().batches:
+        for batch in samples_of(served.model, items, served.tokenizer).undivided().batches:
             targets = batch.get("labels")
             if targets is None:
                 targets = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)

@@ -33,16 +33,16 @@ def size_of(model: Any, linears: Iterable[str], units: int) -> float:
     return sum(surgery.effective_weight(linear).numel() for _, linear in surgery.modules(model, linears)) / units
 
 
-def allocated(parts: Mapping[str, Competing], removals: int) -> dict[str, list[int]]:
-    """Part -> the heads or neurons that stay when so many of all go at the least sum of losses, in the steps of the first."""
-    steps = [part.step for part in parts.values()]
-    most = [part.most for part in parts.values()]
-    removed = allocate([part.losses for part in parts.values()], removals, most=most, step=steps[0])
-    left = zip(parts.items(), removed, strict=True)
-    return {name: part.kept(len(part.losses) - 1 - gone) for (name, part), gone in left}
+def allocated(blocks: Mapping[str, Competing], removals: int) -> dict[str, list[int]]:
+    """Block -> the heads or neurons that stay when so many of all go at the least sum of losses, in the steps of the first."""
+    steps = [block.step for block in blocks.values()]
+    most = [block.most for block in blocks.values()]
+    removed = allocate([block.losses for block in blocks.values()], removals, most=most, step=steps[0])
+    left = zip(blocks.items(), removed, strict=True)
+    return {name: block.kept(len(block.losses) - 1 - gone) for (name, block), gone in left}
 
 
-def decide(
+def share_budget(
     methods: Sequence[Any],
     budget: float,
     old: Any,
@@ -55,16 +55,16 @@ def decide(
     of losses. What the later ones keep is decided again when it is their turn, by what the smaller model sees.
 
     `removal`: how many numbers must go, as it was given for the method before; None for the first one.
-    Raises ValueError for a budget that cannot be met, and for two methods that cut the same part.
+    Raises ValueError for a budget that cannot be met, and for two methods that cut the same block.
     """
     competing = [method.competing(old, architecture, statistics) for method in methods if is_auto(method)]
     for name, times in Counter(name for of_method in competing for name in of_method).items():
         if times > 1:
             raise ValueError(f"{times} methods with share='auto' cut {name!r}: leave one, or give each other layers")
-    parts = [part for of_method in competing for part in of_method.values()]
+    blocks = [block for of_method in competing for block in of_method.values()]
     if removal is None:
-        whole = sum(part.size * (len(part.losses) - 1) for part in parts)
-        least = whole - sum(part.size * (part.most // part.step * part.step) for part in parts)
+        whole = sum(block.size * (len(block.losses) - 1) for block in blocks)
+        least = whole - sum(block.size * (block.most // block.step * block.step) for block in blocks)
         if budget * whole < least * (1 - 1e-9):
             raise ValueError(
                 f"budget={budget:g}: share='auto' can leave no less than {least / whole:.3g} of the weights of these heads and "
@@ -72,15 +72,15 @@ def decide(
             )
         removal = (1 - budget) * whole
     removed = allocate_sizes(
-        [part.losses for part in parts],
+        [block.losses for block in blocks],
         removal,
-        most=[part.most for part in parts],
-        steps=[part.step for part in parts],
-        sizes=[part.size for part in parts],
+        most=[block.most for block in blocks],
+        steps=[block.step for block in blocks],
+        sizes=[block.size for block in blocks],
     )
     first = list(zip(competing[0].items(), removed, strict=False))
-    kept = {name: part.kept(len(part.losses) - 1 - gone) for (name, part), gone in first}
-    removal -= sum(part.size * gone for (_, part), gone in first)
+    kept = {name: block.kept(len(block.losses) - 1 - gone) for (name, block), gone in first}
+    removal -= sum(block.size * gone for (_, block), gone in first)
     return methods[0].keeping(kept, old, architecture), removal
 
 
