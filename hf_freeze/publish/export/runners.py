@@ -5,6 +5,7 @@ Each runner has `shapes`: those of each input, as numbers, and names where they 
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.const_fold import split_const_subgraphs
 
 from hf_freeze.publish.export.folders import require
+from hf_freeze.runtime.sessions import Session
 
 NAMES = "names.json"  # within a file of torch.export, and as a suffix beside one of AOTInductor: {"shapes": ..., "outputs": ...}
 
@@ -32,29 +34,13 @@ def _alone(runner: Any) -> Any:
     return lambda path, **options: {path.stem: runner(path, **options)}
 
 
-class OnnxRunner:
+class OnnxRunner(Session):
     """Runs a file of ONNX Runtime, on the CPU. `options` are fields of `onnxruntime.SessionOptions`, such as
     `intra_op_num_threads`."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        onnxruntime = require("onnxruntime", "onnx")
-        settings = onnxruntime.SessionOptions()
-        for name, value in options.items():
-            if not hasattr(settings, name):
-                choices = ", ".join(option for option in dir(settings) if not option.startswith("_"))
-                raise ValueError(f"onnxruntime has no setting {name!r}; choose from {choices}")
-            setattr(settings, name, value)
-        try:
-            self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime's own classes are not public
-            reason = str(error).splitlines()[0][:200]
-            raise ValueError(f"{path} cannot be opened ({reason}); export it again, or update onnxruntime") from error
-        self.shapes = {value.name: value.shape for value in self._session.get_inputs()}
-        self.outputs = [value.name for value in self._session.get_outputs()]
-
-    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        feed = {name: inputs[name].contiguous().numpy() for name in self.shapes}
-        return dict(zip(self.outputs, map(torch.from_numpy, self._session.run(None, feed)), strict=True))
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        found = super().__call__({name: inputs[name].contiguous().numpy() for name in self.shapes})
+        return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
 class ProgramRunner:
