@@ -1,11 +1,11 @@
 """Answers of exported folders without PyTorch: this package imports numpy, tokenizers and onnxruntime alone.
 
-    from hf_freeze import runtime
+from hf_freeze import runtime
 
-    encode = runtime.open("model-onnx-int8")                  # written by hf-freeze export --format onnx
-    encode(["a sentence"])                                    # array (1, 384)
-    translate = runtime.open("translator-onnx-int8")
-    translate(["Guten Morgen"], num_beams=5)                  # ["good morning"]
+encode = runtime.open("model-onnx-int8")                  # written by hf-freeze export --format onnx
+encode(["a sentence"])                                    # array (1, 384)
+translate = runtime.open("translator-onnx-int8")
+translate(["Guten Morgen"], num_beams=5)                  # ["good morning"]
 
 The answers are those of transformers with the same folder. The pipelines of transformers open it too, with PyTorch.
 """

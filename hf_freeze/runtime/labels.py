@@ -25,9 +25,9 @@ class Classifier(_Labelled):
     def __call__(
         self, texts: Any, *, top_k: int | None = 1, truncation: bool = False, batch_size: int = BATCH
     ) -> list[Any] | dict[str, Any]:
-        """Each text, or {"text": ..., "text_pair": ...}, -> {"label": ..., "score": ...} of the best class; with another `top_k` a
-        list of the best so many, best first, and with None of all. The score is a probability; of one class that of it, of several
-        that may apply at once that of each, of a regression the number. A list of texts gives a list.
+        """Each text, or {"text": ..., "text_pair": ...}, -> {"label": ..., "score": ...} of the best class; a list of texts gives
+        a list. `top_k` other than 1 gives a list of the best classes, best first; None gives all. The score is a probability, or
+        the number that a regression predicts.
 
         Raises ValueError for an input that is not text, and one that is too long without `truncation`."""
         return one_or_all(texts, lambda given: self._classes(given, top_k, truncation, batch_size))
@@ -74,9 +74,9 @@ class Tagger(_Labelled):
         truncation: bool = False,
         batch_size: int = BATCH,
     ) -> list[Any]:
-        """A text -> the dicts of its tokens: {"entity", "score", "index", "word", "start", "end"}, without those of the class "O".
-        `aggregation_strategy="simple"` joins neighbouring tokens of a class: {"entity_group", "score", "word", "start", "end"}. A
-        list of texts gives a list of lists.
+        """A text -> a dict for each token: {"entity", "score", "index", "word", "start", "end"}, without the class "O".
+        `aggregation_strategy="simple"` joins neighbouring tokens of a class: {"entity_group", "score", "word", "start", "end"}.
+        A list of texts gives a list of lists.
 
         Raises ValueError for another strategy, an input that is not text, and one that is too long without `truncation`."""
         if aggregation_strategy not in ("none", "simple"):
@@ -87,7 +87,7 @@ class Tagger(_Labelled):
             rows, found = self._rows(given, truncation), [[] for _ in given]
             for i, outputs in self._outputs(rows, batch_size):
                 tokens = self._tokens(given[i], rows[i], softmax(outputs["logits"]))
-                kept = [each for each in (self._groups(tokens) if joined else tokens)]
+                kept = self._groups(tokens) if joined else tokens
                 found[i] = [one for one in kept if one.get("entity", one.get("entity_group")) not in ignore_labels]
             return found
 
@@ -140,8 +140,8 @@ class MaskFiller(Model):
     def __call__(
         self, texts: str | Sequence[str], *, top_k: int = 5, truncation: bool = False, batch_size: int = BATCH
     ) -> list[Any]:
-        """A text with one mask -> the `top_k` best dicts {"score", "token", "token_str", "sequence"}, best first; with several masks
-        a list of them. A list of texts gives a list of these.
+        """A text with one mask -> the `top_k` best words as dicts {"score", "token", "token_str", "sequence"}, best first; with
+        several masks a list of such lists. A list of texts gives a list of these.
 
         Raises ValueError for a text without a mask, an input that is not text, and one that is too long without `truncation`."""
 

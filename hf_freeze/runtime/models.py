@@ -49,6 +49,20 @@ class Model:
         limits = [limit for limit in (parts.positions["encoder"], parts.tokenizer.longest) if limit]
         self._limit = min(limits)
 
+    def token_ids(self, texts: Sequence[str], *, truncation: bool = False) -> list[list[int]]:
+        """The ids of each text, with special tokens. Raises ValueError for an input that is not text, and one that is too long
+        without `truncation`."""
+        return [row.ids for row in self._rows(texts, truncation)]
+
+    def outputs(
+        self, texts: Sequence[str], *, truncation: bool = False, batch_size: int = BATCH
+    ) -> list[dict[str, np.ndarray]]:
+        """What the model computes for each text, by name, such as "logits" (C,) or "last_hidden_state" (T, D). Raises ValueError
+        as `token_ids` does."""
+        rows = self._rows(texts, truncation)
+        found = dict(self._outputs(rows, batch_size))
+        return [found[i] for i in range(len(rows))]
+
     def _rows(self, texts: Sequence[str], truncation: bool) -> list[Encoded]:
         return fitted(self._tokenizer, check_texts(texts), self._limit, truncation)
 

@@ -25,10 +25,10 @@ class Answerer(Model):
         doc_stride: int = 128,
         batch_size: int = BATCH,
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """A question and its context -> {"score", "start", "end", "answer"}: the span of at most `max_answer_len` tokens whose first
-        and last token are the most probable together, by the product of both probabilities, and its characters in the context. A
-        list of {"question": ..., "context": ...} gives a list. A context that is too long is read in pieces, which share about
-        `doc_stride` tokens.
+        """A question and its context -> {"score", "start", "end", "answer"}: the span of at most `max_answer_len` tokens with the
+        largest product of the probabilities of its first and its last token. `start` and `end` count characters of the context. A
+        list of {"question": ..., "context": ...} gives a list. A context that is too long is read in pieces, which share
+        `doc_stride` tokens, or half a piece.
 
         Raises ValueError for an input that is not text, an empty one, and a question that leaves no place for a context."""
         if isinstance(question, str) or context is not None:

@@ -181,8 +181,8 @@ def fitted(
         if limit is not None and len(row.ids) > limit:
             if not truncation:
                 raise ValueError(
-                    f"a text of {len(row.ids)} tokens is longer than the {limit} that the model reads; pass truncation=True to cut "
-                    f"it ({reprlib.repr(text)})"
+                    f"a text of {len(row.ids)} tokens is longer than the {limit} positions of the model; pass truncation=True to "
+                    f"cut it ({reprlib.repr(text)})"
                 )
             row = cut(tokenizer, text, limit, special)
         if not row.ids:

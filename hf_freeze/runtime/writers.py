@@ -62,9 +62,8 @@ class Translator(Writer):
     ) -> list[Any] | str:
         """A text -> its translation; a list of texts -> a list; with `num_return_sequences` above 1 a list for each text.
 
-        `settings`: those of `generate`, above the folder's: num_beams, max_new_tokens, length_penalty, early_stopping, do_sample,
-        temperature, top_k, top_p, and `seed`, a number that sampling starts from; `Settings` has all. `truncation` cuts texts that
-        are longer than the model's positions.
+        `settings`: fields of `Settings`, which take the place of the folder's: num_beams, max_new_tokens, length_penalty,
+        do_sample, temperature, top_k, top_p, seed, and others. `truncation` cuts texts that are longer than the model's positions.
 
         Raises ValueError for an unknown setting or value, an input that is not text, and one that is too long."""
         return one_or_all(
@@ -97,9 +96,9 @@ class Generator(Writer):
         return_full_text: bool = True,
         **settings: Any,
     ) -> list[Any] | str:
-        """A text -> the text with its continuation, or the continuation alone without `return_full_text`; a list of texts -> a
-        list; with `num_return_sequences` above 1 a list for each text. `settings`: see `Translator`. Greedy search, unless the folder
-        or the call says otherwise.
+        """A text -> the text with its continuation, or without `return_full_text` the continuation alone; a list of texts -> a
+        list; with `num_return_sequences` above 1 a list for each text. `settings`: see `Translator`. The search is greedy, unless
+        the folder or the call says otherwise.
 
         Raises ValueError for an unknown setting or value, an input that is not text, and one that is too long."""
 
@@ -113,7 +112,7 @@ class Generator(Writer):
         return one_or_all(texts, continued)
 
     def _continued(self, row: Encoded, text: str, ids: list[int], whole: bool) -> str:
-        # As in the pipeline: tokens of the prompt and new ones are decoded together, since a space may be lost between them.
+        # Together with the prompt: alone, many tokenizers drop the space before the first token.
         before = len(self._tokenizer.decode(row.ids))
         new = self._tokenizer.decode([*row.ids, *ids])[before:]
         return text + new if whole else new

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_freeze import runtime
 from hf_freeze.compat.transformers import product_of_experts
 from hf_freeze.publish.export.comparison import Runner, largest_difference, tolerance
 from hf_freeze.publish.export.engine_parts import Part, engine_parts
@@ -31,6 +30,8 @@ from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
 from hf_freeze.publish.export.recording import record_inputs
 from hf_freeze.publish.export.runners import open_parts
 from hf_freeze.publish.export.torch_export import exported
+from hf_freeze.runtime.models import Parts
+from hf_freeze.runtime.writers import Translator
 
 DATA = "weights.data"
 _ALIGNMENT = 64  # bytes, of the tensors in DATA
@@ -317,8 +318,8 @@ class OnnxTranslator:
     Raises ValueError as `hf_freeze.runtime.open` does."""
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
-        read_mark(Path(folder), "onnx", "seq2seq-lm")
-        self._translate = runtime.open(folder, **options)
+        mark = read_mark(Path(folder), "onnx", "seq2seq-lm")
+        self._translate = Translator(Parts.open(Path(folder), mark, **options), mark["task"])
 
     def __call__(self, inputs: str | list[str], **settings: Any) -> list[Any]:
         """For one text a list of dicts, one for each returned sequence; for a list of texts a dict for each, or such a list.
