@@ -39,7 +39,9 @@ _TOKENS = ("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "eos_tok
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """See `generate` of transformers. `seed`: of sampling; each row draws numbers of its own."""
+    """See `generate` of transformers. `seed`: of sampling; each text draws numbers of its own.
+
+    Raises ValueError for a value out of its limits, and for settings that exclude each other."""
 
     max_new_tokens: int | None = None
     max_length: int | None = None
