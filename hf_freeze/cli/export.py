@@ -14,7 +14,7 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="onnx, torch (.pt2 files), aotinductor, executorch, ctranslate2, or dense (without hf_freeze)."
+            help="onnx, openvino, torch (.pt2 files), aotinductor, executorch, ctranslate2, or dense (without hf_freeze)."
         ),
     ],
     quantization: Annotated[

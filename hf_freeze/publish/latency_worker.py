@@ -98,6 +98,7 @@ class _Transformers:
         from hf_freeze.architectures.tasks import task_of
         from hf_freeze.model.loading import load_model
         from hf_freeze.publish.export.exported import CLASSES
+        from hf_freeze.publish.export.runners import thread_options
 
         torch.set_num_threads(settings["threads"])
         if mark.get("format") in (None, "dense"):
@@ -107,7 +108,7 @@ class _Transformers:
         else:
             self.engine = "-".join(filter(None, (mark["format"], mark["quantization"])))
             self.task = mark["task"]
-            options = {"intra_op_num_threads": settings["threads"]} if mark["format"] == "onnx" else {}
+            options = thread_options(mark["format"], settings["threads"])
             self.model = CLASSES[self.task].from_pretrained(folder, engine=options)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         if self.tokenizer.pad_token is None:

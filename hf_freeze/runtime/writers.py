@@ -63,7 +63,8 @@ class Translator(Writer):
         """A text -> its translation; a list of texts -> a list; with `num_return_sequences` above 1 a list for each text.
 
         `settings`: fields of `Settings`, which take the place of the folder's: num_beams, max_new_tokens, length_penalty,
-        do_sample, temperature, top_k, top_p, seed, and others. `truncation` cuts texts that are longer than the model's positions.
+        do_sample, temperature, top_k, top_p, seed, and others. `truncation` cuts texts that are longer than the
+        model's positions.
 
         Raises ValueError for an unknown setting or value, an input that is not text, and one that is too long."""
         return one_or_all(

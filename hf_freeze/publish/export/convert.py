@@ -17,7 +17,16 @@ from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods._checks import check_share
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import load_model, load_tokenizer
-from hf_freeze.publish.export import aotinductor, ctranslate2, executorch, onnx, recording, torch_export, trained_grid
+from hf_freeze.publish.export import (
+    aotinductor,
+    ctranslate2,
+    executorch,
+    onnx,
+    openvino,
+    recording,
+    torch_export,
+    trained_grid,
+)
 from hf_freeze.publish.export.exported import ExportedConfig
 from hf_freeze.publish.export.folders import MARK, Export, Format, digests, require
 from hf_freeze.publish.export.served import check_fidelity
@@ -32,6 +41,7 @@ def _write_dense(export: Export, folder: Path) -> None:
 
 FORMATS = {
     "onnx": onnx.FORMAT,
+    "openvino": openvino.FORMAT,
     "torch": torch_export.FORMAT,
     "aotinductor": aotinductor.FORMAT,
     "executorch": executorch.FORMAT,
@@ -60,7 +70,7 @@ def export_model(
     images or sound are compared on those. The tokenizer and the generation settings are exported too. `say` is called with a
     message before each slow step.
 
-    `onnx`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
+    `onnx`, `openvino`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
     `ctranslate2` and `dense` they are merged, and `say` gets what that costs in bytes. The exported model is compared with
     PyTorch before it is quantized.
 

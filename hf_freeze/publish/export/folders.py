@@ -49,7 +49,7 @@ class Format:
 
 def require(package: str, format: str) -> Any:
     """The imported package. Raises ValueError if it is not installed."""
-    extra = "executorch" if format == "executorch" else "export"
+    extra = format if format in ("executorch", "openvino") else "export"
     try:
         return importlib.import_module(package)
     except ImportError as error:

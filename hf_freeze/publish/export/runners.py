@@ -34,6 +34,12 @@ def _alone(runner: Any) -> Any:
     return lambda path, **options: {path.stem: runner(path, **options)}
 
 
+def thread_options(format: str | None, threads: int) -> dict[str, int]:
+    """The setting of the engine for a number of threads; none where it follows torch."""
+    names = {"onnx": "intra_op_num_threads", "openvino": "INFERENCE_NUM_THREADS"}
+    return {names[format]: threads} if format in names else {}
+
+
 class OnnxRunner(Session):
     """Runs a file of ONNX Runtime, on the CPU. `options` are fields of `onnxruntime.SessionOptions`, such as
     `intra_op_num_threads`."""
@@ -41,6 +47,29 @@ class OnnxRunner(Session):
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
         found = super().__call__({name: inputs[name].contiguous().numpy() for name in self.shapes})
         return {name: torch.from_numpy(value) for name, value in found.items()}
+
+
+class OpenVINORunner:
+    """Runs a file of OpenVINO, on the CPU. `options` are its properties, such as `INFERENCE_NUM_THREADS`. It computes in fp32
+    unless `INFERENCE_PRECISION_HINT` says otherwise; its own choice is bf16 where the CPU has it."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        openvino = require("openvino", "openvino")
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"} | options
+        core = openvino.Core()
+        known = core.get_property("CPU", "SUPPORTED_PROPERTIES")
+        if unknown := sorted(settings.keys() - known.keys()):
+            raise ValueError(f"openvino has no setting {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+        try:
+            names = json.loads(path.with_suffix(f".{NAMES}").read_text(encoding="utf-8"))
+            self._run: Any = core.compile_model(core.read_model(path), "CPU", settings)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be opened ({type(error).__name__}); export it again") from error
+        self.shapes, self.outputs = names["shapes"], names["outputs"]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = self._run([inputs[name].contiguous().numpy() for name in self.shapes])
+        return {name: torch.from_numpy(found[place]) for place, name in enumerate(self.outputs)}
 
 
 class ProgramRunner:
@@ -135,6 +164,7 @@ def _check_no(options: dict[str, Any]) -> None:
 
 RUNNERS: dict[str, tuple[str, Any]] = {
     "onnx": (".onnx", _alone(OnnxRunner)),
+    "openvino": (".xml", _alone(OpenVINORunner)),
     "torch": (".pt2", _alone(ProgramRunner)),
     "aotinductor": (".pt2", _alone(PackageRunner)),
     "executorch": (".pte", LoweredRunner.open),
