@@ -8,8 +8,14 @@ import pytest
 import torch
 from support.text import SOURCE, fast_tokenizer
 from test_export import TEXTS, marian, save, words
-from transformers import AutoModelForCausalLM,
-    AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification, GPT2Config, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    pipeline,
+)
 
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
@@ -109,6 +115,11 @@ def test_what_fails_is_named(classifier, exported, tmp_path, monkeypatch):
         AutoModelForSequenceClassification.from_pretrained(exported, engine={"THREADS": 1})
     with pytest.raises(ValueError, match="unknown quantization 'int3' for openvino; choose from"):
         export_model(classifier, "openvino", quantization="int3")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(openvino, "_quantize", lambda export, folder, package: (folder / "model.xml").write_text("<net"))
+        with pytest.raises(ValueError, match=r"openvino cannot open .*Bert.* in int8; choose int8 or float16"):
+            export_model(classifier, "openvino", quantization="int8", out=tmp_path / "none")
 
     class Core:
         def read_model(self, path):
