@@ -6,7 +6,7 @@ tensors of all files lie in weights.data, each of them once.
 The graph has the parts of a variant as they are. Pruned heads, neurons and layers are gone. Factors stay factors where two
 products are faster than one; where they are not, and for sparse and quantised weights, the file holds what the checkpoint holds
 and the graph computes the weight from it, which ONNX Runtime does once, when it opens the file. What a seed generates is
-stored: in 16 bits if that changes the outputs by at most `_STORED`, or else in the 24 bits that it has.
+stored: in 16 bits if that changes the outputs by at most `STORED`, or else in the 24 bits that it has.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ from hf_freeze.runtime.writers import Translator
 
 DATA = "weights.data"
 _ALIGNMENT = 64  # bytes, of the tensors in DATA
-_STORED = 1e-4  # absolute and relative, of outputs
+STORED = 1e-4  # absolute and relative, of outputs
 _FORMS = {"float16": 16, "uint24": 24}  # how numbers that a seed generates are stored -> bits of a number, fewest first
 
 
@@ -63,7 +63,7 @@ def write(export: Export, folder: Path) -> None:
             _save({name: graph.clone() for name, graph in graphs.items()}, fp32, seeded, form)
             export.say("comparing with PyTorch")
             difference = largest_difference(parts, open_parts(fp32, "onnx", {}))
-            if form != forms[-1] and not difference <= max(limit, _STORED):
+            if form != forms[-1] and not difference <= max(limit, STORED):
                 continue
             if form == forms[-1] and not difference <= limit:
                 raise ValueError(

@@ -50,12 +50,13 @@ class OnnxRunner(Session):
 
 
 class OpenVINORunner:
-    """Runs a file of OpenVINO, on the CPU. `options` are its properties, such as `INFERENCE_NUM_THREADS`. It computes in fp32
-    unless `INFERENCE_PRECISION_HINT` says otherwise; its own choice is bf16 where the CPU has it."""
+    """Runs a file of OpenVINO, on the CPU. `options` are its properties, such as `INFERENCE_NUM_THREADS`. It computes in fp32,
+    unless they say otherwise: its own choice is bf16 where the CPU has it, and to round what it multiplies by stored integers."""
 
     def __init__(self, path: Path, **options: Any) -> None:
         openvino = require("openvino", "openvino")
-        settings = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"} | options
+        exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+        settings = exact | {"PERFORMANCE_HINT": "LATENCY"} | options
         core = openvino.Core()
         known = core.get_property("CPU", "SUPPORTED_PROPERTIES")
         if unknown := sorted(settings.keys() - known.keys()):
