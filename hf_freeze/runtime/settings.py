@@ -124,7 +124,7 @@ _NAMES = [one.name for one in fields(Settings)]
 
 
 def settings_of(config: Mapping[str, Any], place: Any) -> Settings:
-    """Of a `generation_config.json`. Raises ValueError for a setting that is none of ours and changes what is written."""
+    """Of a `generation_config.json`. Raises ValueError for a setting that the runtime does not have and that changes what is written."""
     known = {name: value for name, value in config.items() if name in _NAMES and value is not None}
     for name, value in config.items():
         is_off = not value or (name in _OFF_AT_ONE and value == 1)
