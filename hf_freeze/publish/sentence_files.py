@@ -28,7 +28,7 @@ def read_sentence_files(source: str | os.PathLike[str]) -> dict[str, Any]:
     See `runtime.sentences.read_sentence_files`; here "dense" has (weight, bias, activation) of torch.
     """
     found = sentences.read_sentence_files(_folder(source, _FILES))
-    for number, (weight, bias, activation) in enumerate(found.get("dense", ())):
+    for number, (weight, bias, activation) in enumerate(found.get("dense", [])):
         bias = None if bias is None else torch.from_numpy(bias)
         found["dense"][number] = torch.from_numpy(weight), bias, getattr(nn, activation)()
     return found

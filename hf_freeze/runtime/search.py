@@ -106,7 +106,7 @@ class _Beams:
             order = _best(totals, self.candidates)
             chosen, going_on = [], []
             vocabulary = totals.shape[1] // self.beams
-            for place, i in enumerate(running):
+            for place, i in enumerate(running.tolist()):
                 beams, tokens = np.divmod(order[place], vocabulary)
                 places = self._step(i, beams, tokens, totals[place, order[place]], new)
                 if self._is_open(i, new + 1):

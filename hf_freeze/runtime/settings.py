@@ -83,7 +83,7 @@ class Settings:
                 raise ValueError(f"{name}={value!r}: must be a whole number of at least {limit}")
         for name, most in (("temperature", None), ("top_p", 1.0), ("repetition_penalty", None)):
             value = getattr(self, name)
-            if not isinstance(value, numbers.Real) or not 0 < value <= (most or float("inf")):
+            if not isinstance(value, int | float) or not 0 < value <= (most or float("inf")):
                 raise ValueError(
                     f"{name}={value!r}: must be a number above 0" + (f" and at most {most:g}" if most else "")
                 )
@@ -124,7 +124,7 @@ _NAMES = [one.name for one in fields(Settings)]
 
 
 def settings_of(config: Mapping[str, Any], place: Any) -> Settings:
-    """Of a `generation_config.json`. Raises ValueError for a setting that the runtime does not have and that changes what is written."""
+    """Of a `generation_config.json`. Raises ValueError for one that changes what is written and that the runtime does not have."""
     known = {name: value for name, value in config.items() if name in _NAMES and value is not None}
     for name, value in config.items():
         is_off = not value or (name in _OFF_AT_ONE and value == 1)
