@@ -124,7 +124,7 @@ _NAMES = [one.name for one in fields(Settings)]
 
 
 def settings_of(config: Mapping[str, Any], place: Any) -> Settings:
-    """Of a `generation_config.json`. Raises ValueError for one that changes what is written and that the runtime does not have."""
+    """Of a `generation_config.json`. Raises ValueError for one that changes what is written and is not one of `Settings`."""
     known = {name: value for name, value in config.items() if name in _NAMES and value is not None}
     for name, value in config.items():
         is_off = not value or (name in _OFF_AT_ONE and value == 1)

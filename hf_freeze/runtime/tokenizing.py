@@ -5,6 +5,7 @@ which need the package sentencepiece.
 """
 
 import json
+import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,9 +70,12 @@ class Tokenizer:
         self.tokenizer.no_truncation()
 
     def _special(self, name: str) -> int | None:
-        token = self._config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
+        token = self._content(name)
         return None if token is None else self.id_of(token)
+
+    def _content(self, name: str) -> str | None:
+        token = self._config.get(name)
+        return token.get("content") if isinstance(token, dict) else token
 
     def id_of(self, token: str) -> int | None:
         """None for a token that there is not."""
@@ -120,6 +124,8 @@ class MarianTokenizer(Tokenizer):
         self._ids = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         names = read_json(folder / "target_vocab.json") if separate else self._ids
         self._names = {number: token for token, number in names.items()}
+        special = [token for name in ("unk_token", "eos_token", "pad_token") if (token := self._content(name))]
+        self._special_tokens = re.compile(f"({'|'.join(map(re.escape, special))})")
         self._skipped = {self._special(name) for name in ("unk_token", "eos_token", "pad_token")}
 
     def id_of(self, token: str) -> int | None:
@@ -129,13 +135,18 @@ class MarianTokenizer(Tokenizer):
         return self._names[number]
 
     def encode(self, text: str, second: str | None = None, special: bool = True) -> Encoded:
+        tokens: list[str] = []
+        for part in filter(None, self._special_tokens.split(text)):
+            tokens += [part] if self._special_tokens.fullmatch(part) else self._pieces(part)
+        unknown = self._ids[self._content("unk_token") or "<unk>"]
+        ids = [self._ids.get(token, unknown) for token in tokens] + [self.eos] * special
+        return Encoded(ids, [0] * len(ids))
+
+    def _pieces(self, text: str) -> list[str]:
         code, end = "", text.find("<<")
         if text.startswith(">>") and end != -1:  # the language to translate to
             code, text = text[: end + 2], text[end + 2 :]
-        tokens = [code] * bool(code) + self._source.encode(text, out_type=str)
-        unknown = self._ids[self._config.get("unk_token", "<unk>")]
-        ids = [self._ids.get(token, unknown) for token in tokens] + [self.eos] * special
-        return Encoded(ids, [0] * len(ids))
+        return [code] * bool(code) + self._source.encode(text, out_type=str)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         tokens = [self.token_of(number) for number in ids if not (skip_special and number in self._skipped)]

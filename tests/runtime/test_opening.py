@@ -58,13 +58,22 @@ print([name for name in {FORBIDDEN} if name in sys.modules])
     assert done.stdout == "[]\n", done.stderr
 
 
-TEXTS = [*SOURCE, "", " katze  wir ", "Über 3 Äpfel?", "</s> hund", ">>fr<< wir gehen", ">>xx<< wir"]
+TEXTS = [
+    *SOURCE,
+    "",
+    " katze  wir ",
+    "Über 3 Äpfel?",
+    "</s> hund",
+    "der<pad> hund</s>",
+    ">>fr<< wir gehen",
+    ">>xx<< wir",
+]
 
 
 def check_tokenizer(folder, ids_of_texts):
     expected, found = AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
     assert (found.pad, found.eos) == (expected.pad_token_id, expected.eos_token_id)
-    for text in TEXTS[:-3] if isinstance(found, tokenizing.MarianTokenizer) else TEXTS:
+    for text in TEXTS:
         assert found.encode(text).ids == expected(text).input_ids, text
     for ids in ids_of_texts:
         assert found.decode(ids) == expected.decode(ids, skip_special_tokens=True)
