@@ -56,7 +56,7 @@ def write(export: Export, folder: Path) -> None:
         _quantize(export, folder, openvino)
         try:
             runners = open_parts(folder, "openvino", {})
-        except ValueError as error:  # decoders in int8-static, in 2026.4
+        except ValueError as error:  # as of a translator in int8-static, with 2026.4
             raise ValueError(
                 f"openvino cannot open {type(export.model).__name__} in {export.quantization}; choose int8 or float16"
             ) from error
