@@ -61,7 +61,7 @@ def engine(name: str, folder: Path, common: dict[str, Any]) -> Callable[[list[st
     translator = ENGINES[name](folder)
 
     def translate(texts: list[str], batch: int, beams: int) -> list[str]:
-        settings = common | ({"num_beams": beams} if name == "ctranslate2" else {})
+        settings = common | {"num_beams": beams}
         parts = [texts[start : start + batch] for start in range(0, len(texts), batch)]
         return [
             result["translation_text"] for part in parts for result in translator(part, batch_size=batch, **settings)

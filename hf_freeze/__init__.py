@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from hf_freeze._moved import find_moved_modules
 from hf_freeze._version import __version__ as __version__
 from hf_freeze.compat.registration import register_when_imported
+from hf_freeze.install import how_to_install
 from hf_freeze.model import pushing as _pushing
 
 if TYPE_CHECKING:
     from hf_freeze import analysis as analysis
     from hf_freeze import methods as methods
+    from hf_freeze import runtime as runtime
     from hf_freeze.analysis.accounting import ParameterCount as ParameterCount
     from hf_freeze.analysis.accounting import count_parameters as count_parameters
     from hf_freeze.analysis.accounting import multiply_adds as multiply_adds
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 # The Trainer imports bitsandbytes where it is installed, which then warns about a missing CPU package that is not needed here.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "Failed to load CPU gemm" not in record.msg)
 
-_ROOMS = ("analysis", "methods")
+_ROOMS = ("analysis", "methods", "runtime")
 _MODULES = {  # public name -> the module that is imported when the name is first used
     "ParameterCount": "hf_freeze.analysis.accounting",
     "count_parameters": "hf_freeze.analysis.accounting",
@@ -40,11 +42,17 @@ _MODULES = {  # public name -> the module that is imported when the name is firs
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"hf_freeze.{name}")
-    if name not in _MODULES:
+    if name not in _ROOMS and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    try:
+        module = importlib.import_module(_MODULES.get(name, f"hf_freeze.{name}"))
+    except ModuleNotFoundError as error:  # where only what `runtime` needs is installed
+        if (error.name or "").partition(".")[0] == __name__:
+            raise
+        raise ImportError(f"hf_freeze.{name} needs {error.name}, which is missing; {how_to_install()}") from error
+    if name in _ROOMS:
+        return module
+    value = globals()[name] = getattr(module, name)
     return value
 
 

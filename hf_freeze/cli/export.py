@@ -14,8 +14,8 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="onnx, torch (.pt2 files), aotinductor, executorch, ctranslate2, gguf (llama.cpp), transformers-js (browsers), "
-            "static (vectors of tokens), or dense (without hf_freeze)."
+            help="onnx, openvino, torch (.pt2 files), aotinductor, executorch, ctranslate2, gguf (llama.cpp), transformers-js "
+            "(browsers), static (vectors of tokens), or dense (without hf_freeze)."
         ),
     ],
     quantization: Annotated[

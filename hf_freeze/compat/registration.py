@@ -6,9 +6,8 @@ two packages is imported first.
 
 import importlib
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import Any
-
-from wrapt import register_post_import_hook
 
 Makers = Mapping[str, Callable[[str], Any]]
 
@@ -18,6 +17,10 @@ def register_when_imported(makers: Makers) -> None:
 
     `makers`: model type, or a prefix of model types that ends in `_` -> the function that gives the config class of a type.
     """
+    if find_spec("transformers") is None:  # where only what `hf_freeze.runtime` needs is installed
+        return
+    from wrapt import register_post_import_hook
+
     register_post_import_hook(
         lambda module: make_configs_late(module.CONFIG_MAPPING, makers), "transformers.models.auto.configuration_auto"
     )

@@ -6,21 +6,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
 from torch import nn
 
+from hf_freeze.runtime import sentences
+from hf_freeze.runtime.folders import read_json
+
 _FILES = ("modules.json", "config_sentence_transformers.json", "sentence_bert_config.json", "[0-9]_*/*")
-
-
-_MODES = {
-    "cls": "pooling_mode_cls_token",
-    "max": "pooling_mode_max_tokens",
-    "mean": "pooling_mode_mean_tokens",
-    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
-    "weightedmean": "pooling_mode_weightedmean_tokens",
-    "lasttoken": "pooling_mode_lasttoken",
-}
 _EXPORTED = "hf_freeze.publish.sentence_module.ExportedEncoder"
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
@@ -33,7 +26,7 @@ def copy_sentence_files(source: str | os.PathLike[str], target: Path, *, exporte
         return
     _copy(root, target, _FILES)
     if exported:
-        modules = _json(target / "modules.json")
+        modules: Any = read_json(target / "modules.json")
         modules[0]["type"] = _EXPORTED
         (target / "modules.json").write_text(json.dumps(modules, indent=2), encoding="utf-8")
 
@@ -41,32 +34,13 @@ def copy_sentence_files(source: str | os.PathLike[str], target: Path, *, exporte
 def read_sentence_files(source: str | os.PathLike[str]) -> dict[str, Any]:
     """How a directory or Hub id makes one vector of those of the tokens; {} if it has no files of sentence-transformers.
 
-    "mode": of pooling, such as "mean" or "cls"; several with + between them. "dense": (weight, bias, activation) of each linear
-    after it. "prompt": what is put before each text. "longest": tokens of a text. "lower": whether texts are in small letters.
+    See `runtime.sentences.read_sentence_files`; here "dense" has (weight, bias, activation) of torch.
     """
-    root = _folder(source, _FILES)
-    modules = _json(root / "modules.json")
-    if not modules:
-        return {}
-    settings, prompts = _json(root / "sentence_bert_config.json"), _json(root / "config_sentence_transformers.json")
-    prompt = (prompts.get("prompts") or {}).get(prompts.get("default_prompt_name"), "")
-    found: dict[str, Any] = {"mode": "mean", "dense": [], "prompt": prompt}
-    found |= {"longest": settings.get("max_seq_length"), "lower": settings.get("do_lower_case", False)}
-    for module in modules:
-        folder, kind = root / module["path"], module["type"].rpartition(".")[2]
-        config = _json(folder / "config.json")
-        if kind == "Pooling":
-            names = [name for name in _MODES if config.get(_MODES[name])]
-            found["mode"] = config.get("pooling_mode") or "+".join(names) or "mean"
-        elif kind == "Dense":
-            weights = load_file(folder / "model.safetensors")
-            activation = getattr(nn, config.get("activation_function", "Identity").rpartition(".")[2])()
-            found["dense"].append((weights["linear.weight"], weights.get("linear.bias"), activation))
+    found = sentences.read_sentence_files(_folder(source, _FILES))
+    for number, (weight, bias, activation) in enumerate(found.get("dense", [])):
+        bias = None if bias is None else torch.from_numpy(bias)
+        found["dense"][number] = torch.from_numpy(weight), bias, getattr(nn, activation)()
     return found
-
-
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def copy_processors(source: str | os.PathLike[str], target: Path) -> None:

@@ -28,6 +28,7 @@ ROOMS = [
     "lab.training",
     "compression",
     "publish.export",
+    "runtime",
     "seeded",
     "layers",
     "surgery",

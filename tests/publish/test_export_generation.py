@@ -89,12 +89,13 @@ def test_shared_layers_are_stored_once(translator):
 
 
 def test_translator_settings(translator):
-    found = OnnxTranslator(translator[1], **ENGINE)
+    found, expected = OnnxTranslator(translator[1], **ENGINE), pipeline("translation", model=str(translator[1]))
     assert found([]) == []
-    with pytest.raises(ValueError, match=r"onnx has no setting 'num_beams'; choose from \['max_new_tokens'"):
-        found("katze", num_beams=4)
-    with pytest.raises(ValueError, match="this greedy search can ban single tokens only"):
-        found("katze", bad_words_ids=[[3, 4]])
+    for settings in ({"num_beams": 3}, {"num_beams": 3, "num_return_sequences": 2}):
+        assert found(TEXTS, **settings) == expected(TEXTS, **settings)
+    assert found(TEXTS[0]) == expected(TEXTS[0])
+    with pytest.raises(ValueError, match=r"unknown setting 'beams'; choose from max_new_tokens, max_length"):
+        found("katze", beams=4)
 
 
 def test_the_folder_is_a_model_of_transformers(translator, tmp_path):

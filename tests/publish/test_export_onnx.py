@@ -49,7 +49,7 @@ def size(folder: Path, *kinds: str) -> int:
 
 
 def test_some_formats_keep_the_structure():
-    assert KEEPING == ["onnx", "torch", "aotinductor", "executorch"]
+    assert KEEPING == ["onnx", "openvino", "torch", "aotinductor", "executorch"]
 
 
 # -- every method ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
-from hf_freeze.publish import latency
+from hf_freeze.publish import latency, latency_worker
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.latency import Latency, draw, measure, table
 
@@ -37,7 +37,7 @@ class Fork:
             os.dup2(answers, 1)
             sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115
             try:
-                latency._serve()
+                latency_worker.serve()
             finally:
                 os._exit(0)
         os.close(requests)
@@ -110,6 +110,26 @@ def test_one_process_answers_for_all_folders(translator, tmp_path, forked, monke
     assert measure([served], TEXTS, **given)[0].engine == "ctranslate2", "the process goes on after an error"
     worker.close()
     assert len(started) == 1
+
+
+def test_a_folder_in_onnx_answers_without_pytorch_and_does_the_same_work(translator, tmp_path):
+    """In a new process, as for a user."""
+    served = export_model(translator, "onnx", out=tmp_path / "served", quantization="int8")
+    (one,) = measure([served], TEXTS, batches=(1, 4), new_tokens=5, exactly=True, rounds=1)
+    assert (one.engine, one.task) == ("onnx-int8", "seq2seq-lm")
+    assert one.sizes == {1: [(1, 5)] * 4, 4: [(4, 20)]}
+    assert 20 < one.memory < 200  # MB; of PyTorch alone they are more
+    assert 0 < one.cold_start < 20
+
+
+def test_a_folder_that_the_runtime_refuses_is_measured_with_transformers(translator, tmp_path, forked):
+    served = export_model(translator, "onnx", out=tmp_path / "served")
+    plain = measure([served], TEXTS, batches=(4,), new_tokens=6, rounds=1)[0]
+    settings = json.loads((served / "generation_config.json").read_text())
+    (served / "generation_config.json").write_text(json.dumps(settings | {"encoder_no_repeat_ngram_size": 40}))
+    (one,) = measure([served], TEXTS, batches=(4,), new_tokens=6, rounds=1)
+    assert (one.engine, plain.engine) == ("onnx by transformers", "onnx")
+    assert one.sizes == plain.sizes
 
 
 def test_a_translation_ends_where_the_model_ends_it(translator, forked):

@@ -23,6 +23,7 @@ from hf_freeze.publish.export import (
     executorch,
     gguf,
     onnx,
+    openvino,
     recording,
     static_table,
     torch_export,
@@ -46,6 +47,7 @@ def _write_dense(export: Export, folder: Path) -> None:
 
 FORMATS = {
     "onnx": onnx.FORMAT,
+    "openvino": openvino.FORMAT,
     "torch": torch_export.FORMAT,
     "aotinductor": aotinductor.FORMAT,
     "executorch": executorch.FORMAT,
@@ -78,7 +80,7 @@ def export_model(
     images or sound are compared on those. The tokenizer and the generation settings are exported too. `say` is called with a
     message before each slow step.
 
-    `onnx`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
+    `onnx`, `openvino`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
     `ctranslate2` and `dense` they are merged, and `say` gets what that costs in bytes. The exported model is compared with
     PyTorch before it is quantized. `page`: for `transformers-js`, also write a web page that runs the model, with the
     runtime, which npm gets.

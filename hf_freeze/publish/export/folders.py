@@ -1,8 +1,6 @@
 """Shared by all export formats: what a format is, the model to export, and the marker file of an exported folder."""
 
-import hashlib
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_freeze.install import how_to_install
-
-MARK = "hf_freeze_export.json"  # marks an exported folder; holds format, quantization, task, positions and digests of the files
-MODEL_FILES = (".safetensors", ".bin", ".onnx", ".data", ".pt2", ".pte", ".gguf")
-_BLOCK = 1 << 20  # bytes that are read at once
+from hf_freeze.runtime.folders import MARK as MARK
+from hf_freeze.runtime.folders import MODEL_FILES as MODEL_FILES
+from hf_freeze.runtime.folders import digests as digests
+from hf_freeze.runtime.folders import mark_of as mark_of
+from hf_freeze.runtime.folders import read_mark as read_mark
 
 
 @dataclass(frozen=True)
@@ -58,45 +57,8 @@ class Format:
 
 def require(package: str, format: str) -> Any:
     """The imported package. Raises ValueError if it is not installed."""
-    extra = format if format in ("executorch", "gguf", "llama-cpp") else "export"
+    extra = format if format in ("executorch", "gguf", "llama-cpp", "openvino") else "export"
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise ValueError(f"{format} needs {package}, which is missing; {how_to_install(extra)}") from error
-
-
-def mark_of(folder: Path) -> dict[str, Any]:
-    """The marker written by `export_model`; empty for a folder that is not exported."""
-    return json.loads((folder / MARK).read_text(encoding="utf-8")) if (folder / MARK).is_file() else {}
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """name -> SHA-256 of each file with a part of the model"""
-    return {path.name: _digest(path) for path in sorted(folder.iterdir()) if path.suffix in MODEL_FILES}
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def read_mark(folder: Path, format: str | None, task: str) -> dict[str, Any]:
-    """The marker written by `export_model`, for what opens the model: its files are read once more, which takes about a second
-    for each GB. Raises ValueError unless the folder holds a model of this format (None: of any that keeps the structure) and
-    task, and if one of its files has changed."""
-    if not (folder / MARK).is_file():
-        raise ValueError(f"{folder} is no exported folder: it has no {MARK}; create one with hf-freeze export")
-    try:
-        mark = mark_of(folder)
-        found, written = (mark["format"], mark["task"]), dict(mark.get("files", {}))  # 0.1 wrote no digests
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / MARK} cannot be read; export the model again") from error
-    if found != (format or mark["format"], task):
-        raise ValueError(f"{folder} holds a {found[1]} model for {found[0]}, not {task} for {format or found[0]}")
-    for name, digest in written.items():
-        if (path := folder / name).is_file() and _digest(path) != digest:  # of one that is missing, the engine tells
-            raise ValueError(f"{path} has changed since the export: copy it again, or export the model again")
-    return mark

@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from hf_freeze.compat.transformers import product_of_experts
-from hf_freeze.publish.export.caches import past_of, start_of
 from hf_freeze.publish.export.comparison import Runner, largest_difference, tolerance
 from hf_freeze.publish.export.engine_parts import Part, engine_parts
-from hf_freeze.publish.export.folders import Export, Format, require
+from hf_freeze.publish.export.folders import Export, Format, read_mark, require
 from hf_freeze.publish.export.onnx_int4 import keep_four_bits
 from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
 from hf_freeze.publish.export.recording import record_inputs
-from hf_freeze.publish.export.runners import OnnxRunner, open_parts
+from hf_freeze.publish.export.runners import open_parts
 from hf_freeze.publish.export.torch_export import exported
-from hf_freeze.publish.export.translator import Translator, set_or, token_ids
+from hf_freeze.runtime.models import Parts
+from hf_freeze.runtime.writers import Translator
 
 DATA = "weights.data"
 _ALIGNMENT = 64  # bytes, of the tensors in DATA
@@ -320,52 +320,24 @@ def _unpacked(graph: Any, first: Any, packed: Any, shape: tuple[int, ...], bound
 # -- running -----------------------------------------------------------------------------------------------------------------
 
 
-class OnnxTranslator(Translator):
-    """Translates by greedy search with a folder written by `hf-freeze export --format onnx`. For beam search, export to
-    CTranslate2. `options` are fields of `onnxruntime.SessionOptions`, such as `intra_op_num_threads`."""
+class OnnxTranslator:
+    """Translates with a folder written by `hf-freeze export --format onnx`, without the Python of `generate`: a
+    `hf_freeze.runtime.Translator` with the interface of `pipeline("translation")`. `options` are fields of
+    `onnxruntime.SessionOptions`, such as `intra_op_num_threads`.
 
-    format = "onnx"
-    settings = ("max_new_tokens", "max_length", "bad_words_ids")
+    Raises ValueError as `hf_freeze.runtime.open` does."""
 
     def __init__(self, folder: str | Path, **options: Any) -> None:
-        super().__init__(folder)
-        self._encoder, self._decoder = (
-            OnnxRunner(Path(folder) / f"{part}.onnx", **options) for part in ("encoder", "decoder")
-        )
+        mark = read_mark(Path(folder), "onnx", "seq2seq-lm")
+        self._translate = Translator(Parts.open(Path(folder), mark, **options), mark["task"])
 
-    def translate_ids(self, encoded: list[list[int]], config: Any, batch_size: int) -> list[list[list[int]]]:
-        """See `Translator.translate_ids`. Raises ValueError for banned words of several tokens."""
-        banned = config.bad_words_ids or []
-        if any(len(word) > 1 for word in banned):
-            raise ValueError(f"bad_words_ids={banned}: this greedy search can ban single tokens only")
-        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # similar lengths need little padding
-        translations: dict[int, list[int]] = {}
-        for begin in range(0, len(order), batch_size):
-            rows = order[begin : begin + batch_size]
-            outputs = self._greedy([encoded[i] for i in rows], config, [word[0] for word in banned])
-            translations |= zip(rows, outputs, strict=True)
-        return [[translations[i]] for i in range(len(encoded))]
-
-    def _greedy(self, encoded: list[list[int]], config: Any, banned: list[int]) -> list[list[int]]:
-        length, ends = max(map(len, encoded)), torch.tensor(token_ids(config.eos_token_id))
-        pad = set_or(config.pad_token_id, 0)
-        mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in encoded])
-        source = torch.tensor([ids + [pad] * (length - len(ids)) for ids in encoded])
-        inputs = start_of(self._decoder.shapes, self._encoder({"input_ids": source, "attention_mask": mask}), mask)
-        outputs: list[list[int]] = [[] for _ in encoded]
-        running, tokens = torch.arange(len(encoded)), torch.full((len(encoded), 1), config.decoder_start_token_id)
-        for _ in range(self._new_tokens(config)):
-            found = self._decoder(inputs | {"input_ids": tokens})
-            inputs |= past_of(found)
-            logits = found["logits"][:, -1]
-            logits[:, banned] = -torch.inf
-            best = logits.argmax(-1)
-            unfinished = ~torch.isin(best, ends)
-            running, tokens = running[unfinished], best[unfinished, None]
-            if not len(running):
-                break
-            if not unfinished.all():
-                inputs = {name: value[unfinished] for name, value in inputs.items()}
-            for row, token in zip(running.tolist(), tokens[:, 0].tolist(), strict=True):
-                outputs[row].append(token)
-        return outputs
+    def __call__(self, inputs: str | list[str], **settings: Any) -> list[Any]:
+        """For one text a list of dicts, one for each returned sequence; for a list of texts a dict for each, or such a list.
+        `settings`: those of `hf_freeze.runtime.Translator`."""
+        found = self._translate(inputs, **settings)
+        answers = [found] if isinstance(inputs, str) else found
+        several = [each if isinstance(each, list) else [each] for each in answers]
+        dicts = [[{"translation_text": text} for text in each] for each in several]
+        if isinstance(inputs, str):
+            return dicts[0]
+        return [each[0] for each in dicts] if all(len(each) == 1 for each in dicts) else dicts

@@ -5,6 +5,7 @@ Each runner has `shapes`: those of each input, as numbers, and names where they 
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.const_fold import split_const_subgraphs
 
 from hf_freeze.publish.export.folders import require
+from hf_freeze.runtime.sessions import Session
 
 NAMES = "names.json"  # within a file of torch.export, and as a suffix beside one of AOTInductor: {"shapes": ..., "outputs": ...}
 
@@ -36,29 +38,43 @@ def _alone(runner: Any) -> Any:
     return lambda path, **options: {path.stem: runner(path, **options)}
 
 
-class OnnxRunner:
+def thread_options(format: str | None, threads: int) -> dict[str, int]:
+    """The setting of the engine for a number of threads; none where it follows torch."""
+    names = {"onnx": "intra_op_num_threads", "openvino": "INFERENCE_NUM_THREADS"}
+    return {names[format]: threads} if format in names else {}
+
+
+class OnnxRunner(Session):
     """Runs a file of ONNX Runtime, on the CPU. `options` are fields of `onnxruntime.SessionOptions`, such as
     `intra_op_num_threads`."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        onnxruntime = require("onnxruntime", "onnx")
-        settings = onnxruntime.SessionOptions()
-        for name, value in options.items():
-            if not hasattr(settings, name):
-                choices = ", ".join(option for option in dir(settings) if not option.startswith("_"))
-                raise ValueError(f"onnxruntime has no setting {name!r}; choose from {choices}")
-            setattr(settings, name, value)
-        try:
-            self._session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
-        except Exception as error:  # onnxruntime's own classes are not public
-            reason = str(error).splitlines()[0][:200]
-            raise ValueError(f"{path} cannot be opened ({reason}); export it again, or update onnxruntime") from error
-        self.shapes = {value.name: value.shape for value in self._session.get_inputs()}
-        self.outputs = [value.name for value in self._session.get_outputs()]
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        found = super().__call__({name: inputs[name].contiguous().numpy() for name in self.shapes})
+        return {name: torch.from_numpy(value) for name, value in found.items()}
 
-    def __call__(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        feed = {name: inputs[name].contiguous().numpy() for name in self.shapes}
-        return dict(zip(self.outputs, map(torch.from_numpy, self._session.run(None, feed)), strict=True))
+
+class OpenVINORunner:
+    """Runs a file of OpenVINO, on the CPU. `options` are its properties, such as `INFERENCE_NUM_THREADS`. It computes in fp32,
+    unless they say otherwise: its own choice is bf16 where the CPU has it, and to round what it multiplies by stored integers."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        openvino = require("openvino", "openvino")
+        exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+        settings = exact | {"PERFORMANCE_HINT": "LATENCY"} | options
+        core = openvino.Core()
+        known = core.get_property("CPU", "SUPPORTED_PROPERTIES")
+        if unknown := sorted(settings.keys() - known.keys()):
+            raise ValueError(f"openvino has no setting {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+        try:
+            names = json.loads(path.with_suffix(f".{NAMES}").read_text(encoding="utf-8"))
+            self._run: Any = core.compile_model(core.read_model(path), "CPU", settings)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be opened ({type(error).__name__}); export it again") from error
+        self.shapes, self.outputs = names["shapes"], names["outputs"]
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = self._run([inputs[name].contiguous().numpy() for name in self.shapes])
+        return {name: torch.from_numpy(found[place]) for place, name in enumerate(self.outputs)}
 
 
 class ProgramRunner:
@@ -153,6 +169,7 @@ def _check_no(options: dict[str, Any]) -> None:
 
 RUNNERS: dict[str, tuple[str, Any]] = {
     "onnx": (".onnx", _alone(OnnxRunner)),
+    "openvino": (".xml", _alone(OpenVINORunner)),
     "torch": (".pt2", _alone(ProgramRunner)),
     "aotinductor": (".pt2", _alone(PackageRunner)),
     "executorch": (".pte", LoweredRunner.open),

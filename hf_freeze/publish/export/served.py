@@ -26,6 +26,7 @@ from hf_freeze.publish.export.ctranslate2 import CTranslate2Generator, CTranslat
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import mark_of
 from hf_freeze.publish.export.llama_served import LlamaCppForward, LlamaCppTranslator
+from hf_freeze.publish.export.runners import thread_options
 from hf_freeze.publish.export.served_answers import answers_of, decoded
 from hf_freeze.publish.export.served_questions import Questions, vocabulary_of
 from hf_freeze.publish.export.served_questions import Served as Served
@@ -52,8 +53,7 @@ def opened(source: str | os.PathLike[str], tokenizer: Any = None) -> Served:
         model = load_model(source).float().eval()
         task = task_of(model)
     else:
-        options = {"intra_op_num_threads": torch.get_num_threads()} if kind == "onnx" else {}
-        model = CLASSES[task].from_pretrained(folder, engine=options)
+        model = CLASSES[task].from_pretrained(folder, engine=thread_options(kind, torch.get_num_threads()))
     reads = getattr(model, "main_input_name", "input_ids")
     extractors = {"input_ids": None, "pixel_values": AutoImageProcessor}
     extractor = extractors.get(reads, AutoFeatureExtractor)

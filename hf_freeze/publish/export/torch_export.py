@@ -44,10 +44,10 @@ def write_programs(export: Export, folder: Path, format: str, save: Callable[[Pa
     compare(export, parts, open_parts(folder, format, {}))
 
 
-def compare(export: Export, parts: list[Part], runners: Any) -> None:
-    """Raises ValueError if `runners` compute other outputs than the model."""
+def compare(export: Export, parts: list[Part], runners: Any, least: float = 0.0) -> None:
+    """Raises ValueError if `runners` compute other outputs than the model. `least`: a difference that is accepted anyway."""
     export.say("comparing with PyTorch")
-    difference, limit = largest_difference(parts, runners), tolerance(export.model, parts)
+    difference, limit = largest_difference(parts, runners), max(tolerance(export.model, parts), least)
     if not difference <= limit:
         raise ValueError(
             f"the exported files do not compute the same as {type(export.model).__name__}: outputs differ by {difference:.3g}, "

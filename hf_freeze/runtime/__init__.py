@@ -1,0 +1,54 @@
+"""Answers of exported folders without PyTorch: this package imports numpy, tokenizers and onnxruntime alone.
+
+from hf_freeze import runtime
+
+encode = runtime.open("model-onnx-int8")                  # written by hf-freeze export --format onnx
+encode(["a sentence"])                                    # array (1, 384)
+translate = runtime.open("translator-onnx-int8")
+translate(["Guten Morgen"], num_beams=5)                  # ["good morning"]
+
+The answers are those of transformers with the same folder. The pipelines of transformers open it too, with PyTorch.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hf_freeze.runtime.folders import mark_of, read_mark
+from hf_freeze.runtime.labels import Classifier as Classifier
+from hf_freeze.runtime.labels import MaskFiller as MaskFiller
+from hf_freeze.runtime.labels import Tagger as Tagger
+from hf_freeze.runtime.models import Parts
+from hf_freeze.runtime.questions import Answerer as Answerer
+from hf_freeze.runtime.sentences import SentenceEncoder as SentenceEncoder
+from hf_freeze.runtime.sentences import StaticEncoder as StaticEncoder
+from hf_freeze.runtime.settings import Settings as Settings
+from hf_freeze.runtime.writers import Generator as Generator
+from hf_freeze.runtime.writers import Translator as Translator
+
+_CLASSES: dict[str, Any] = {
+    "feature-extraction": SentenceEncoder,
+    "sequence-classification": Classifier,
+    "token-classification": Tagger,
+    "question-answering": Answerer,
+    "masked-lm": MaskFiller,
+    "seq2seq-lm": Translator,
+    "causal-lm": Generator,
+}
+
+
+def open(folder: str | os.PathLike[str], *, threads: int | None = None, **engine: Any) -> Any:
+    """The model of an exported folder, whose answers a call gives: a `SentenceEncoder`, `StaticEncoder`, `Classifier`, `Tagger`, `Answerer`,
+    `MaskFiller`, `Translator` or `Generator`, by the task that it was exported for.
+
+    `threads`: of the engine; None: as many as there are cores. `engine`: other fields of `onnxruntime.SessionOptions`.
+
+    Raises ValueError for a folder that is no export, holds another format or a task that is none of these, or is damaged, for a
+    tokenizer or a setting of generation that the runtime does not have, and if a package is missing."""
+    place = Path(folder)
+    if mark_of(place).get("format") == "static":
+        read_mark(place, "static", StaticEncoder.task)
+        return StaticEncoder(place)
+    mark = read_mark(place, "onnx", tuple(_CLASSES))
+    options = engine if threads is None else {"intra_op_num_threads": threads} | engine
+    return _CLASSES[mark["task"]](Parts.open(place, mark, **options), mark["task"])
