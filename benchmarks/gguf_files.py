@@ -2,7 +2,7 @@
 
     python benchmarks/gguf_files.py stories260k/hf --texts texts.txt --out gguf.md
 
-Needs llama-cpp-python. Claims: in fp32, greedy continuations of 50 prompts are those of `generate`; in f16, perplexity is
+Claims: in fp32, greedy continuations of 50 prompts are those of `generate`; in f16, perplexity is
 within 0.1 % of that in transformers; the tensors of a variant take at most 1.02 of its stored bytes; a Llama with half of its
 neurons and uneven heads decodes at least 1.3 times as fast as the whole one.
 

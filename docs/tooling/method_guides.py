@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from registry_facts import from_registries
-from survival import surviving_formats
+from survival import MODELS, surviving_formats
 
 from hf_freeze.architectures.families import CAPABILITIES
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli.facts import FILE
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS, changed_settings
-from hf_freeze.publish.export.convert import FORMATS
 
 FOLDER = Path(__file__).parents[1] / "methods"
 INDEX = FOLDER / "index.md"
@@ -69,7 +68,7 @@ def facts(method: type[Method]) -> str:
 def kept_by(method: type[Method]) -> str:
     """The formats of export that keep what the method saves."""
     formats = surviving_formats(method)
-    return "all formats" if len(formats) == len(FORMATS) else ", ".join(formats) or "no saving to keep"
+    return "all formats" if len(formats) == len(MODELS) else ", ".join(formats) or "no saving to keep"
 
 
 def works_on(method: type[Method]) -> str:

@@ -14,6 +14,7 @@ from hf_freeze.methods.parts import SeededValues
 from hf_freeze.model.make import make_variant
 from hf_freeze.publish.export.convert import FORMATS
 
+MODELS = {name: kind for name, kind in FORMATS.items() if not kind.is_complete}  # static vectors are no model
 _SAME = 1.01  # of the bytes: what differs by less is kept
 
 
@@ -41,4 +42,4 @@ def surviving_formats(method: type[Method]) -> list[str]:
     except ValueError:  # no native model has its layers
         merged = None
     kept = merged is not None and merged <= _SAME * small
-    return [name for name, kind in FORMATS.items() if kept or kind.keeps_structure]
+    return [name for name, kind in MODELS.items() if kept or kind.keeps_structure]

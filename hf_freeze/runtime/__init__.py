@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_freeze.runtime.folders import mark_of, read_mark
+from hf_freeze.runtime.folders import read_mark
 from hf_freeze.runtime.labels import Classifier as Classifier
 from hf_freeze.runtime.labels import MaskFiller as MaskFiller
 from hf_freeze.runtime.labels import Tagger as Tagger
@@ -38,17 +38,16 @@ _CLASSES: dict[str, Any] = {
 
 
 def open(folder: str | os.PathLike[str], *, threads: int | None = None, **engine: Any) -> Any:
-    """The model of an exported folder, whose answers a call gives: a `SentenceEncoder`, `StaticEncoder`, `Classifier`, `Tagger`, `Answerer`,
-    `MaskFiller`, `Translator` or `Generator`, by the task that it was exported for.
+    """The model of an exported folder, whose answers a call gives: a `SentenceEncoder`, `StaticEncoder`, `Classifier`, `Tagger`,
+    `Answerer`, `MaskFiller`, `Translator` or `Generator`, by the task that it was exported for.
 
     `threads`: of the engine; None: as many as there are cores. `engine`: other fields of `onnxruntime.SessionOptions`.
 
     Raises ValueError for a folder that is no export, holds another format or a task that is none of these, or is damaged, for a
     tokenizer or a setting of generation that the runtime does not have, and if a package is missing."""
     place = Path(folder)
-    if mark_of(place).get("format") == "static":
-        read_mark(place, "static", StaticEncoder.task)
+    mark = read_mark(place, ("onnx", "static"), tuple(_CLASSES))
+    if mark["format"] == "static":
         return StaticEncoder(place)
-    mark = read_mark(place, "onnx", tuple(_CLASSES))
     options = engine if threads is None else {"intra_op_num_threads": threads} | engine
     return _CLASSES[mark["task"]](Parts.open(place, mark, **options), mark["task"])

@@ -34,10 +34,10 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_mark(folder: Path, format: str | None, tasks: str | Sequence[str]) -> dict[str, Any]:
+def read_mark(folder: Path, formats: str | Sequence[str] | None, tasks: str | Sequence[str]) -> dict[str, Any]:
     """The marker written by `export_model`, for what opens the model: its files are read once more, which takes about a second
-    for each GB. Raises ValueError unless the folder holds a model of this format (None: of any that keeps the structure) and
-    of one of the tasks, and if one of its files has changed."""
+    for each GB. Raises ValueError unless the folder holds a model of one of these formats (None: of any that keeps the
+    structure) and of one of the tasks, and if one of its files has changed."""
     if not (folder / MARK).is_file():
         raise ValueError(f"{folder} is no exported folder: it has no {MARK}; create one with hf-freeze export")
     try:
@@ -46,9 +46,11 @@ def read_mark(folder: Path, format: str | None, tasks: str | Sequence[str]) -> d
         written = dict(mark.get("files", {}))  # 0.1 wrote no digests
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / MARK} cannot be read; export the model again") from error
-    choices = [tasks] if isinstance(tasks, str) else tasks
-    if kind != (format or kind) or task not in choices:
-        raise ValueError(f"{folder} holds a {task} model for {kind}, not {' or '.join(choices)} for {format or kind}")
+    choices, kinds = ([one] if isinstance(one, str) else one for one in (tasks, formats or kind))
+    if kind not in kinds or task not in choices:
+        raise ValueError(
+            f"{folder} holds a {task} model for {kind}, not {' or '.join(choices)} for {' or '.join(kinds)}"
+        )
     for name, digest in written.items():
         if (path := folder / name).is_file() and _digest(path) != digest:  # of one that is missing, the engine tells
             raise ValueError(f"{path} has changed since the export: copy it again, or export the model again")

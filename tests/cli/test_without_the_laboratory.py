@@ -46,8 +46,8 @@ import importlib, pkgutil
 import hf_freeze
 def rooms(path, name):
     for module in pkgutil.iter_modules(path, name):
-        if module.name.split(".")[-1] in ("lab", "__main__", "fused_kernels", "fused_integers"):
-            continue  # the last two need triton
+        if module.name.split(".")[-1] in ("lab", "__main__", "fused_kernels", "fused_integers", "sentence_module"):
+            continue  # which need triton and sentence-transformers
         imported = importlib.import_module(module.name)
         print(module.name)
         if module.ispkg:

@@ -321,7 +321,7 @@ def test_wrong_input_is_one_line(trained, tmp_path, monkeypatch):
     for arguments, message in (
         (
             (trained, "tflite"),
-            r"unknown format 'tflite'; choose from \['onnx', 'torch', 'aotinductor', 'executorch', 'ctranslate2', 'gguf', ",
+            r"unknown format 'tflite'; choose from \['onnx', 'openvino', 'torch', ",
         ),
         ((trained, "ctranslate2", "int3"), r"unknown quantization 'int3' for ctranslate2; choose from \['int8', "),
         (

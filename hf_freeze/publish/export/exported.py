@@ -150,7 +150,9 @@ def _with_search_of_speech(cls: Any, config: ExportedConfig) -> Any:
 class ExportedForward(ExportedModel):
     """A model that does not generate."""
 
-    def forward(self, **inputs: Any) -> ModelOutput:
+    def forward(
+        self, **inputs: Any
+    ) -> Any:  # a ModelOutput; sentence-transformers 6.2 takes the annotation for its fields
         """The tensors that the model was exported with; a mask that is not given is all ones, token types are zeros."""
         (runner,) = self.runners.values()
         given = {name: _as_read(value) for name, value in inputs.items() if isinstance(value, Tensor)}
