@@ -19,9 +19,9 @@ def test_a_vector_is_the_mean_of_the_rows_of_its_tokens(
     quantization: str | None,
 ) -> None:
     folder = export_model(encoder, "static", out=tmp_path / "static", quantization=quantization)
-    found = runtime.open(folder)(TEXTS[:5])
+    found = runtime.open(folder)(TEXTS[4:9])
     table, tokenizer = table_in(folder).astype(np.float32), AutoTokenizer.from_pretrained(encoder)
-    rows = [table[tokenizer(text, add_special_tokens=False).input_ids].mean(0) for text in TEXTS[:5]]
+    rows = [table[tokenizer(text, add_special_tokens=False).input_ids].mean(0) for text in TEXTS[4:9]]
     np.testing.assert_allclose(found, [row / np.linalg.norm(row) for row in rows], atol=1e-5)
     assert runtime.open(folder)("").tolist() == [0] * table.shape[1]
 
