@@ -87,7 +87,7 @@ def compress(
     engine: Annotated[
         str | None,
         typer.Option(
-            help="What serves the model: ctranslate2, onnx or gguf, in int8; or torch. By default one for the task."
+            help="What serves the model: ctranslate2, onnx, openvino or gguf, in int8; or torch. By default one for the task."
         ),
     ] = None,
     native: Annotated[

@@ -61,6 +61,7 @@ ENGINES = {
         multiple=32,  # which q8_0 needs
         lists=False,
     ),
+    "openvino": Engine(name="openvino", format="openvino", quantization="int8", bits=(8,)),
     "torch": Engine(name="torch", format=None, quantization=None, bits=(32,)),
 }
 
@@ -73,6 +74,8 @@ def engine_for(name: str | None, task: str, model_type: str) -> Engine:
         name = "ctranslate2" if knows and importlib.util.find_spec("ctranslate2") else "onnx"
     if name not in ENGINES:
         raise ValueError(f"unknown engine {name!r}; choose from {list(ENGINES)}")
+    if name == "openvino":
+        require("openvino", "openvino")
     if name == "gguf":
         require("llama_cpp", "llama-cpp")
         if model_type not in FAMILIES or task not in FAMILIES[model_type].tasks:

@@ -39,6 +39,7 @@ class Sizes:
 def sizes_of(model: Any, tokens: int, depths: Mapping[str, int], folder: Path, size: int, engine: Engine) -> Sizes:
     """`folder`, `size`: of the whole model in the engine."""
     graphs, architecture = sum(map(_without_weights, folder.glob("*.onnx"))), architecture_for(model)
+    graphs += sum(path.stat().st_size for path in folder.glob("*.xml"))  # of OpenVINO, whose weights are in *.bin
     of_layer = dict.fromkeys(depths, _OF_LAYERS * graphs / sum(depths.values()))
     for name, p in model.base_model.named_parameters():
         if p.ndim == 1 and (place := architecture.layer_of(name)) is not None:  # biases and norms

@@ -45,8 +45,8 @@ def compress(
     the tokens and heal. `labels`: inputs with labels, which decide and are compared on instead, and give a score. `out`: the
     folder for the model and all that leads to it. Called again with the same arguments, a stopped compression goes on.
 
-    `engine`: onnx, ctranslate2, gguf or torch; None: CTranslate2 for translators that it knows, else ONNX. `heal`: a short
-    training by the outputs of the original: 0, "10min", "1epoch", or by default a tenth of the time of an epoch, at least a
+    `engine`: onnx, openvino, ctranslate2, gguf or torch; None: CTranslate2 for translators that it knows, or ONNX. `heal`: a
+    short training by the outputs of the original: 0, "10min", "1epoch", or by default a tenth of the time of an epoch, at least a
     minute. `native`: equal widths in all layers, in multiples of 64, and no code of hf_freeze in the folder. `keep_vocabulary`:
     all tokens stay. `min_fidelity`: from 0 to 1, what the result must reach. `callback`: gets a `Step` and stops by returning
     True.

@@ -13,13 +13,17 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     GPT2Config,
     pipeline,
 )
 
+import hf_freeze
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.compression.budget import Budget
 from hf_freeze.install import how_to_install
+from hf_freeze.io import bytes_of as all_bytes_of
 from hf_freeze.publish.export import export_model, openvino
 from hf_freeze.publish.export.served import opened
 from hf_freeze.publish.latency import measure
@@ -136,3 +140,19 @@ def test_what_fails_is_named(classifier, exported, tmp_path, monkeypatch):
     missing = r'openvino needs openvino, which is missing; from a clone: pip install .* "\.\[openvino\]"'
     with pytest.raises(ValueError, match=missing):
         export_model(classifier, "openvino", out=tmp_path / "none")
+
+
+def test_compress_keeps_a_budget_in_openvino(tmp_path):
+    texts = [" ".join(f"w{(i * j + j) % 380}" for j in range(2, 9)) for i in range(60)]
+    torch.manual_seed(0)
+    config = BertConfig(
+        **ARCHITECTURES["bert"].tiny | {"vocab_size": 400, "hidden_size": 64, "intermediate_size": 1024}
+    )
+    save(tmp_path / "model", BertModel(config), words(400))
+    budget = Budget(max_bytes="30%")
+    result = hf_freeze.compress(
+        tmp_path / "model", texts=texts, budget=budget, out=tmp_path / "out", engine="openvino", heal=0
+    )
+    served = result.after.folder
+    assert (served / "model.xml").is_file()
+    assert all_bytes_of(served) <= 0.3 * result.original_bytes
