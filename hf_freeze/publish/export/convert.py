@@ -119,20 +119,7 @@ def export_model(
         check_page(task, source)
     if is_calibrated:
         recording.check_model(model, tokenizer, str(quantization))
-    row_steps: dict[bytes, float] = {}
-    if isinstance(model, VariantMixin):
-        if kind.keeps_structure:
-            model = _finished(model)
-        else:
-            if any(method.facts.finalizable and method.facts.stores for method in model.methods):
-                model.finalize()
-            row_steps = trained_grid.steps_of_rows(model)
-            if quantization in kind.round_inputs and trained_grid.rounds_inputs(model):
-                trained_grid.check_static(model, format, say)
-                trained_grid.leave_inputs(model)
-            model = _merged(model, format, say)
-    elif kind.after_merge is not None:
-        model = kind.after_merge(model)
+    model, row_steps = _prepared(model, format, quantization, say)
     export = Export(model, task, tokenizer, quantization, say, texts, row_steps, source)
     with whole_folder(folder) as written:
         kind.write(export, written)
@@ -153,6 +140,24 @@ def _check_browsers(format: str, page: bool, min_fidelity: float | None) -> None
         raise ValueError(
             f"min_fidelity={min_fidelity:g}: {format} opens in browsers alone; measure onnx, which has the same graphs"
         )
+
+
+def _prepared(
+    model: Any, format: str, quantization: str | None, say: Callable[[str], Any]
+) -> tuple[Any, dict[bytes, float]]:
+    """(the model as the format writes it, what `trained_grid.steps_of_rows` says of it)"""
+    kind, row_steps = FORMATS[format], {}
+    if not isinstance(model, VariantMixin):
+        return (model if kind.after_merge is None else kind.after_merge(model)), row_steps
+    if kind.keeps_structure:
+        return _finished(model), row_steps
+    if any(method.facts.finalizable and method.facts.stores for method in model.methods):
+        model.finalize()
+    row_steps = trained_grid.steps_of_rows(model)
+    if quantization in kind.round_inputs and trained_grid.rounds_inputs(model):
+        trained_grid.check_static(model, format, say)
+        trained_grid.leave_inputs(model)
+    return _merged(model, format, say), row_steps
 
 
 def _texts_to_compare(texts: list[Any], is_calibrated: bool) -> list[Any]:
