@@ -45,6 +45,7 @@ class Family:
 
 
 _LLAMA, _BERT = Family("llama", "deci"), Family("bert", activations=_GELU, tasks=_ENCODER_TASKS, heads=False)
+_T5 = Family("t5", activations=("relu", "gelu_new"), tasks=("seq2seq-lm",), heads=False)
 FAMILIES = {  # model type -> its family; each one is compared with llama.cpp by the tests
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -54,12 +55,21 @@ FAMILIES = {  # model type -> its family; each one is compared with llama.cpp by
     "gemma": Family("gemma", activations=_GELU),
     "gemma2": Family("gemma2", activations=_GELU),
     "gemma3_text": Family("gemma3", activations=_GELU),
+    "arcee": Family("arcee", activations=("relu2",), heads=False),
+    "ernie4_5": Family("ernie4_5", heads=False),
+    "hunyuan_v1_dense": Family("hunyuan-dense", heads=False),
+    "ministral": _LLAMA,
+    "olmo2": Family("olmo2", heads=False),
+    "seed_oss": Family("seed_oss", heads=False),
+    "smollm3": Family("smollm3", heads=False),
+    "starcoder2": Family("starcoder2", activations=_GELU, heads=False),
     "gpt2": Family("gpt2", activations=_GELU, heads=False),
     "bert": _BERT,
     "distilbert": Family("bert", activations=_GELU, tasks=("feature-extraction",), heads=False),
     "roberta": _BERT,
     "xlm-roberta": _BERT,
-    "t5": Family("t5", activations=("relu", "gelu_new"), tasks=("seq2seq-lm",), heads=False),
+    "t5": _T5,
+    "mt5": _T5,
 }
 _CLASSES = {  # the linears of a classifier of texts
     "pooler.dense": "cls",
@@ -67,7 +77,12 @@ _CLASSES = {  # the linears of a classifier of texts
     "classifier": "cls.output",
     "classifier.out_proj": "cls.output",
 }
-_PAIRS = ("llama", "deci")  # they rotate neighbouring values of a head, transformers those half a head apart
+_PAIRS = (
+    "llama",
+    "deci",
+    "arcee",
+    "smollm3",
+)  # they rotate neighbouring values of a head, transformers those half a head apart
 
 
 @dataclass(frozen=True)
@@ -123,7 +138,10 @@ def check(model: Any, task: str) -> Family:
         wrong["a share of rotated values of"] = rope["partial_rotary_factor"]
     if kind == "distilbert" and task not in family.tasks:
         wrong["the task"] = task
-    if kind == "t5" and config.num_decoder_layers > config.num_layers:
+    rotated = list(getattr(config, "no_rope_layers", None) or [])
+    if rotated != [int((number + 1) % 4 != 0) for number in range(len(rotated))]:
+        wrong["rotary positions in other layers than three of four:"] = rotated
+    if family.arch == "t5" and config.num_decoder_layers > config.num_layers:
         wrong["more layers in the decoder than in the encoder:"] = f"{config.num_decoder_layers}, {config.num_layers}"
     for name, value in wrong.items():
         raise ValueError(f"llama.cpp has no {kind} with {name} {value}; choose --format onnx")
@@ -216,7 +234,7 @@ def _turned(model: Any, name: str, values: Tensor, attentions: list[Attention], 
         return values
     role, size = path.rpartition(".")[2], attention.head_size(model.config)
     scale = getattr(model.base_model.get_submodule(attention.module), "scaling", None)
-    if scale is not None and model.config.model_type != "t5" and (ratio := scale * size**0.5) != 1:
+    if scale is not None and arch != "t5" and (ratio := scale * size**0.5) != 1:
         normed = any(
             part.endswith("q_norm") for part, _ in model.base_model.named_modules() if part.startswith(attention.module)
         )
