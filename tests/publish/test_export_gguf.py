@@ -136,7 +136,7 @@ def difference(model: Any, task: str, ids: list[int], path: Path) -> float:
 
 def tolerance(kind: str) -> float:
     """llama.cpp looks GELU up in a table of 16 bits."""
-    return 2e-3 if "gelu" in FAMILIES[kind].activations or kind == "mt5" else 1e-5
+    return 5e-3 if "gelu" in FAMILIES[kind].activations or kind == "mt5" else 1e-5
 
 
 @pytest.mark.parametrize(("kind", "task"), [(kind, task) for kind, family in FAMILIES.items() for task in family.tasks])
