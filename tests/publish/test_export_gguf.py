@@ -170,6 +170,12 @@ def test_a_variant_computes_the_same_in_llama_cpp(kind: str, cut: str, tmp_path:
     assert difference(model, task, tokenizer("two dogs look").input_ids, path) < tolerance(kind)
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
+def test_a_variant_of_gemma_keeps_the_windows_of_its_layers(kind: str, tmp_path: Path) -> None:
+    model = make_variant(random_model(kind), [methods.HeadPruning(share=0.5)]).eval()
+    assert difference(model, "causal-lm", list(range(5, 35)), exported(model, byte_tokenizer(), tmp_path)) < 5e-3
+
+
 @pytest.mark.parametrize("cut", ["heads", "thin groups", "neurons", "layers"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
 def test_layers_of_different_sizes_take_no_more_bytes_than_those_of_the_variant(
@@ -316,6 +322,13 @@ def test_a_trimmed_tokenizer_splits_texts_into_the_same_tokens(name: str, tmp_pa
     assert len(trimmed) < len(tokenizer)
     path = exported(model, trimmed, tmp_path)
     assert LlamaCpp(path.parent, task).tokens(TEXTS[0]) == trimmed(TEXTS[0]).input_ids
+
+
+@pytest.mark.parametrize(("window", "warned"), [(8, True), (64, False), (None, False)])
+def test_a_window_that_llama_cpp_does_not_read_is_said(window: int | None, warned: bool, tmp_path: Path) -> None:
+    said: list[str] = []
+    exported(random_model("mistral", sliding_window=window), byte_tokenizer(), tmp_path, say=said.append)
+    assert any("look back at all tokens, not 8" in line for line in said) == warned
 
 
 def test_greedy_search_continues_a_text_as_generate_does(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if llama.cpp computes such a model otherwise, or has no such tokenizer."""
     gguf, model = require("gguf", "gguf"), export.model.float()
     family = gguf_model.check(model, export.task)
+    if (window := gguf_model.ignored_window(model.config)) is not None:
+        export.say(f"llama.cpp lets this model look back at all tokens, not {window}: longer texts get other outputs")
     layers = gguf_model.Layers.of(model)
     arch = family.arch_for(layers, model.config.hidden_size)
     writer = gguf.GGUFWriter(folder / FILE, arch)

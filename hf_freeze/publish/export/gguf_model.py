@@ -294,6 +294,18 @@ def add_settings(writer: Any, model: Any, task: str, layers: Layers, sentence: d
         writer.add_decoder_block_count(config.num_decoder_layers)
 
 
+def _has_windows(config: Any) -> bool:
+    """Whether llama.cpp reads how far an attention looks back; `config` may be a variant's."""
+    return architecture_of(config).model_type.startswith("gemma")
+
+
+def ignored_window(config: Any) -> int | None:
+    """The number of tokens that an attention looks back at, if it is below the positions and llama.cpp does not read it."""
+    window = getattr(config, "sliding_window", None)
+    is_read = _has_windows(config) or not window
+    return None if is_read or window >= config.max_position_embeddings else window
+
+
 def _first_of(config: Any, *names: str, default: Any = None) -> Any:
     return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
@@ -315,7 +327,7 @@ def _add_rotation(writer: Any, config: Any, layers: Layers) -> None:
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
     writer.add_rope_freq_base(rope["rope_theta"])
-    if config.model_type.startswith("gemma") and getattr(config, "sliding_window", None):
+    if _has_windows(config) and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
 
