@@ -268,6 +268,13 @@ def test_scaled_rotary_positions_turn_by_the_same_angles(scaling: dict[str, Any]
     assert difference(model, "causal-lm", ids, exported(model, byte_tokenizer(), tmp_path)) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma", "olmo2", "smollm3", "starcoder2"])
+def test_linear_scaling_is_read_in_every_family(kind: str, tmp_path: Path) -> None:
+    model = random_model(kind, rope_parameters={"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0})
+    ids = list(range(5, 35))
+    assert difference(model, "causal-lm", ids, exported(model, byte_tokenizer(), tmp_path)) < tolerance(kind)
+
+
 WORDS = [
     "a man is riding a red bicycle near the river.",
     "Two DOGS,  3 cats!",
@@ -394,6 +401,20 @@ def test_families_and_tasks_that_llama_cpp_lacks_are_refused(tmp_path: Path) -> 
             "qwen2",
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}},
             "of the type 'dynamic'",
+        ),
+        (
+            "qwen3",
+            {
+                "rope_parameters": {
+                    "rope_theta": 1e4,
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            "of the type 'llama3'; it takes default, linear here",
         ),
         ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "other layers than three of four: .1, 1, 0, 1, 1"),
         ("t5", {"num_decoder_layers": 5}, "more layers in the decoder than in the encoder: 5, 3"),

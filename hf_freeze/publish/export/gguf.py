@@ -7,8 +7,6 @@ fewer than another where llama.cpp can hold that, and else all keep as many as t
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hf_freeze.publish.export import gguf_model, gguf_tokens
 from hf_freeze.publish.export.folders import Export, Format, require
 from hf_freeze.publish.export.llama_cpp import FILE
@@ -22,7 +20,7 @@ _FLOATS = ("position_embd.weight", "token_types.weight")  # llama.cpp reads them
 def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if llama.cpp computes such a model otherwise, or has no such tokenizer."""
     gguf, model = require("gguf", "gguf"), export.model.float()
-    family = gguf_model.check(model, export.task)
+    family = gguf_model.check(model)
     if (window := gguf_model.ignored_window(model.config)) is not None:
         export.say(f"llama.cpp lets this model look back at all tokens, not {window}: longer texts get other outputs")
     layers = gguf_model.Layers.of(model)
@@ -43,7 +41,7 @@ def write(export: Export, folder: Path) -> None:
         elif data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             stored = gguf.GGMLQuantizationType.F16
             wide.append(name)
-        writer.add_tensor(name, _quantized(gguf, data, stored), raw_dtype=stored)
+        writer.add_tensor(name, gguf.quants.quantize(data, stored), raw_dtype=stored)
     if wide:
         export.say(
             f"{len(wide)} tensors are in f16, such as {wide[0]}: their rows are no multiple of 32, as {kind.name} needs"
@@ -52,10 +50,6 @@ def write(export: Export, folder: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _quantized(gguf: Any, data: np.ndarray, kind: Any) -> np.ndarray:
-    return gguf.quants.quantize(data, kind)
 
 
 def _cut(model: Any) -> Any:

@@ -77,6 +77,10 @@ _CLASSES = {  # the linears of a classifier of texts
     "classifier": "cls.output",
     "classifier.out_proj": "cls.output",
 }
+_FACTORS = (
+    "llama",
+    "arcee",
+)  # they read a factor of each rotary frequency, as deci does, which takes the place of llama
 _PAIRS = (
     "llama",
     "deci",
@@ -121,7 +125,7 @@ def _heads(model: Any, attention: Attention) -> int:
     return features(model.base_model.get_submodule(attention.o))[0] // attention.head_size(model.config)
 
 
-def check(model: Any, task: str) -> Family:
+def check(model: Any) -> Family:
     """The family of a model. Raises ValueError for one that llama.cpp computes otherwise."""
     config = model.config
     kind = architecture_of(config).model_type
@@ -132,12 +136,11 @@ def check(model: Any, task: str) -> Family:
         wrong["the activation function"] = f"{act!r}; it computes {', '.join(family.activations)}"
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {one["rope_type"] for one in (rope.values() if "rope_type" not in rope and rope else [rope]) if one}
-    if other := sorted(kinds - {"default", "linear", "llama3"}):
-        wrong["rotary positions of the type"] = f"{other[0]!r}; it takes default, linear and llama3 here"
+    known = ("default", "linear", *(("llama3",) if family.arch in _FACTORS else ()))
+    if other := sorted(kinds - {*known}):
+        wrong["rotary positions of the type"] = f"{other[0]!r}; it takes {', '.join(known)} here"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         wrong["a share of rotated values of"] = rope["partial_rotary_factor"]
-    if kind == "distilbert" and task not in family.tasks:
-        wrong["the task"] = task
     rotated = list(getattr(config, "no_rope_layers", None) or [])
     if rotated != [int((number + 1) % 4 != 0) for number in range(len(rotated))]:
         wrong["rotary positions in other layers than three of four:"] = rotated
@@ -246,9 +249,9 @@ def _turned(model: Any, name: str, values: Tensor, attentions: list[Attention], 
 
 
 def _rotary_factors(model: Any) -> Tensor | None:
-    """By what llama3 and linear scaling divide the frequencies of rotary positions, (head size / 2,); None for no scaling."""
+    """By what llama3 divides the frequencies of rotary positions, (head size / 2,); None for another kind."""
     rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") == "default" or "rope_theta" not in rope:
+    if rope.get("rope_type") != "llama3":
         return None
     used = model.base_model.rotary_emb.inv_freq.float()
     plain = rope["rope_theta"] ** -(torch.arange(len(used)) / len(used))
@@ -322,10 +325,9 @@ def _add_rotation(writer: Any, config: Any, layers: Layers) -> None:
     if "full_attention" in rope:  # Gemma 3 has others where it looks back a little only
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
-        if rope["rope_type"] == "linear":
-            gguf = require("gguf", "gguf")
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "linear":
+        writer.add_rope_scaling_type(require("gguf", "gguf").RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
     writer.add_rope_freq_base(rope["rope_theta"])
     if _has_windows(config) and getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)

@@ -38,8 +38,7 @@ class LlamaCpp:
         settings = api.llama_context_default_params()
         settings.n_ctx = settings.n_batch = settings.n_ubatch = settings.n_outputs_max = self.length
         settings.n_threads = settings.n_threads_batch = threads
-        self._gives_states = task in ("feature-extraction", "sequence-classification")
-        settings.embeddings = self._gives_states
+        settings.embeddings = task in ("feature-extraction", "sequence-classification")
         if task == "feature-extraction":
             settings.pooling_type = 0  # none: a vector for each token
         if exact:
