@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_freeze.solvers.moments import RIDGE, Moments, cholesky, inverse, problem
 
 _BLOCK = 64  # columns that are removed between two updates of the whole matrices
+_DEAD = 0.15  # share of removed columns in the matrices from which on they are made smaller
 
 Groups = int | Sequence[Sequence[int]]
 
@@ -48,15 +49,17 @@ def eliminate(
     """
     columns = group_columns(groups, weight.shape[1])
     p, s, size = _inverse_and_costs(weight, bias, moments, columns, ridge)
-    alive = torch.arange(len(columns))
+    numbers = torch.arange(len(columns))
+    gone = torch.zeros(len(columns), dtype=torch.bool, device=p.device)
     order, costs = [], []
-    while len(alive):
-        removed, block_costs, p, s = _remove_block(p, s, size)
-        order += alive[removed].tolist()
+    while len(order) < len(columns):
+        removed, block_costs = _remove_block(p, s, size, gone)
+        order += numbers[removed].tolist()
         costs += block_costs
-        left = torch.ones(len(alive), dtype=torch.bool)
-        left[removed] = False
-        alive = alive[left]
+        if float(gone.float().mean()) > _DEAD:
+            left = (~gone).repeat_interleave(size).nonzero().flatten()
+            p, s = _compacted(p, left), _compacted(s, left)
+            numbers, gone = numbers[(~gone).cpu()], gone[~gone]
     losses = torch.tensor([0.0, *costs], dtype=torch.float64).clamp_min(0).cumsum(0)
     return Elimination(torch.tensor(order, dtype=torch.int64), losses)
 
@@ -95,12 +98,14 @@ def _inverse_and_costs(
     """P and S of the columns in the order of the groups, (N s, N s), and s. Smaller groups are filled up with columns that cost
     nothing."""
     solved = problem(weight, bias, moments, ridge)
-    target = solved.target
-    inner = target if solved.curvature is None else solved.curvature @ target
-    p, s = inverse(solved.gram), target.T @ inner
+    target, curvature = solved.target, solved.curvature
+    p = inverse(solved.gram)
+    del solved  # of wide layers, each such matrix takes half a gigabyte
+    s = target.T @ (target if curvature is None else curvature @ target)
     size = max(map(len, columns), default=1)
     flat = torch.tensor([column for group in columns for column in group], dtype=torch.int64, device=p.device)
-    p, s = p[flat][:, flat], s[flat][:, flat]
+    if len(flat) < len(p) or (flat[1:] < flat[:-1]).any():
+        p, s = p[flat][:, flat], s[flat][:, flat]
     if len(flat) == size * len(columns):
         return p, s, size
     at = torch.tensor([i * size + j for i, group in enumerate(columns) for j in range(len(group))], device=p.device)
@@ -123,18 +128,19 @@ def _costs(blocks_p: Tensor, blocks_s: Tensor) -> Tensor:
     return torch.linalg.solve(blocks_p, blocks_s).diagonal(0, 1, 2).sum(-1)
 
 
-def _remove_block(p: Tensor, s: Tensor, size: int) -> tuple[list[int], list[float], Tensor, Tensor]:
-    """Remove about `_BLOCK` columns: (their groups in order, the cost of each, P and S of what remains).
+def _remove_block(p: Tensor, s: Tensor, size: int, gone: Tensor) -> tuple[list[int], list[float]]:
+    """Remove about `_BLOCK` columns of those that are not `gone` (N,): their groups in order, and the cost of each. P, S and
+    `gone` are updated in place; what stands in rows and columns of removed groups means nothing.
 
     Within the block, P is p - RᵀM and S is s - MᵀK - KᵀM, where each removal adds the rows R = P_g, M = (P_gg)⁻¹ P_g and
     K = S_g - S_gg M / 2. Each removal updates only the diagonal blocks of the groups, (N, s, s).
     """
     n = len(p) // size
-    steps = min(n, max(1, _BLOCK // size))
+    steps = min(int((~gone).sum()), max(1, _BLOCK // size))
     r, m, k = (p.new_empty(steps * size, len(p)) for _ in range(3))
     blocks_p, blocks_s = _blocks(p, size).clone(), _blocks(s, size).clone()
     eye = torch.eye(size, dtype=p.dtype, device=p.device)
-    gone = torch.zeros(n, dtype=torch.bool, device=p.device)
+    blocks_p[gone] = eye
     removed, costs = [], []
     for step in range(steps):
         value, group = _costs(blocks_p, blocks_s).masked_fill_(gone, float("inf")).min(0)
@@ -153,8 +159,15 @@ def _remove_block(p: Tensor, s: Tensor, size: int) -> tuple[list[int], list[floa
         blocks_s -= cross + cross.mT
         gone[g] = True
         blocks_p[g] = eye
-    left = (~gone).repeat_interleave(size).nonzero().flatten()
-    r, m, k = (value[:, left] for value in (r, m, k))
-    p = p.index_select(0, left).index_select(1, left).addmm_(r.T, m, alpha=-1)
-    s = s.index_select(0, left).index_select(1, left).addmm_(m.T, k, alpha=-1).addmm_(k.T, m, alpha=-1)
-    return removed, torch.stack(costs).tolist(), p, s
+    p.addmm_(r.T, m, alpha=-1)
+    s.addmm_(m.T, k, alpha=-1).addmm_(k.T, m, alpha=-1)
+    return removed, torch.stack(costs).tolist()
+
+
+def _compacted(matrix: Tensor, left: Tensor) -> Tensor:
+    """(n, n) -> (K, K), the rows and columns `left` (K,), ascending, in the memory of the matrix."""
+    count = len(left)
+    flat = matrix.view(-1)
+    for new, old in enumerate(left.tolist()):  # no row that is still needed lies before its new place
+        flat[new * count : (new + 1) * count] = matrix[old].index_select(0, left)
+    return flat[: count * count].view(count, count)

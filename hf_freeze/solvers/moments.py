@@ -108,10 +108,10 @@ def problem(weight: Tensor, bias: Tensor | None, moments: Moments, ridge: float 
         raise ValueError(f"the weight of shape {tuple(weight.shape)} has values that are not finite")
     dtype = working_dtype(weight)
     w, gram, mean = (value.to(weight.device, dtype) for value in (weight, moments.gram, moments.mean))
-    gram = (gram + gram.T) / 2
+    gram = (gram + gram.T).div_(2)
     output_mean = None
     if bias is not None:
-        gram -= mean.outer(mean)
+        gram.addr_(mean, mean, alpha=-1)
         if moments.output_mean is not None:
             output_mean = moments.output_mean.to(w)
         elif moments.cross is None:
@@ -207,7 +207,8 @@ def cholesky(gram: Tensor) -> Tensor:
 
 def inverse(gram: Tensor) -> Tensor:
     """(I, I) -> (I, I), symmetric"""
-    return torch.cholesky_inverse(cholesky(gram))
+    factor = cholesky(gram)
+    return torch.cholesky_inverse(factor, out=factor).mT.contiguous()  # it is in the order of LAPACK
 
 
 def descending(square: Tensor) -> tuple[Tensor, Tensor]:
