@@ -238,7 +238,7 @@ class LayerSharing(Method):
     @staticmethod
     def _refit_places(new: Model, names: list[str], statistics: Statistics, plain: dict[str, float]) -> None:
         """Fit one linear that is at all places `names`. `plain`: its error at each of them, as it started."""
-        found = list(statistics.walk(names)) if len(names) > 1 else []
+        found = list(statistics.walk(names, resumes=False)) if len(names) > 1 else []
         seen = {
             name: each
             for moments in found

@@ -21,31 +21,31 @@ from torch import Tensor, nn
 
 from hf_freeze import surgery
 from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.architectures.roles import EXPERT_OUTPUT
 from hf_freeze.layers.derived import Derived, SelfInitialized, features
 from hf_freeze.methods.base import Method
 from hf_freeze.model.calibration import Calibration, Report, calibrated_linears
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
+from hf_freeze.model.finished_layers import FinishedLayers, States
 from hf_freeze.model.fitting import fit_together
-from hf_freeze.model.running import RealTokens, in_eval_mode, on_device, without_cache
+from hf_freeze.model.paging import Paged
+from hf_freeze.model.running import fast_linears, first_row, in_eval_mode, without_cache
 from hf_freeze.model.samples import samples_of
 from hf_freeze.model.streams import Place, Streams
 from hf_freeze.model.sums import Sums, add_routed, error_weights, selected
-from hf_freeze.model.watching import Routed, ends_of, hooked, read_by, seen_both, seen_in, swapped
+from hf_freeze.model.watching import Routed, seen_in, swapped
+from hf_freeze.model.whole_model import Batch, WholeModel
 from hf_freeze.progress import track
 from hf_freeze.solvers.moments import Moments
 
 _FEW = 8  # batches that compare many candidates
 
-Batch = Mapping[str, Any]
 
-
-class CalibrationPass:
+class CalibrationPass(WholeModel):
     """The statistics of one method's conversion of `old` to `new` on `batches` (`hf_freeze.methods.parts.Statistics`).
 
-    `make(model, method)`: the variant without a calibration. `one_by_one`: only a layer or two fit into memory, so nothing goes
-    back through all of them.
+    `make(model, method)`: the variant without a calibration. `paged`: given if only a layer or two fit into memory, so nothing
+    goes back through all of them; states and finished layers lie there, and after a kill the pass resumes.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class CalibrationPass:
         batches: Sequence[Batch],
         report: Report,
         make: Callable[[Any, Method], Any],
-        one_by_one: bool = False,
+        paged: Paged | None = None,
     ) -> None:
-        self.report, self._make, self._one_by_one = report, make, one_by_one
-        self._old, self._new = old, new
-        self._batches = [on_device(old, batch) for batch in batches]
-        self._architecture = architecture_for(old)
-        self._real = RealTokens(old)
-        self.streams = Streams(old, new, self._batches)
+        super().__init__(old, batches)
+        self.report, self._make, self._new, self._paged = report, make, new, paged
+        self.streams = Streams(old, new, self._batches, paged)
+        self._finished: FinishedLayers | None = None
+        self._walks = 0
+        self._groups: list[list[str]] = []  # of the present walk
         self._curvatures: dict[str, Tensor] = {}
         self._keeps_old = False  # whether the whole old model is needed until the end
         self._widest = 0  # inputs of the linears that are looked at
@@ -76,6 +76,7 @@ class CalibrationPass:
             for context in (
                 *(change(model) for model in (self._old, self._new) for change in (in_eval_mode, without_cache)),
                 torch.no_grad(),
+                fast_linears(self._old.dtype),
                 surgery.holding(self._old),
             ):
                 contexts.enter_context(context)
@@ -90,17 +91,20 @@ class CalibrationPass:
         fit: bool = False,
         norms: Sequence[str] = (),
         channels: Sequence[int] = (),
+        resumes: bool = True,
     ) -> Iterator[dict[str, Moments | None]]:
         self.streams.at, self._channels = None, channels
         # Not experts: some see too few tokens to fit all of their weights.
-        alone = [name for name in names if fit and not self._one_by_one and surgery.owner_of(self._old, name) == name]
+        alone = [name for name in names if fit and self._paged is None and surgery.owner_of(self._old, name) == name]
         self._fitted = [module for name in alone for module in (name, *before.get(name, ()))]
         known = set(names) <= self._curvatures.keys()
-        if curvature and not known and not self._one_by_one:
+        if curvature and not known and self._paged is None:
             self._curvatures = curvatures(self._old, self._batches, dict(surgery.modules(self._old, names)))
-        self._keeps_old = any(self._architecture.layer_of(f"{name}.") is None for name in names)
+        self._keeps_old = any(self._place(name) is None for name in names)
         self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
-        groups = self._in_order(names, norms)
+        self._groups = groups = self._in_order(names, norms)
+        if self._paged is not None and resumes and self._old is not self._new:
+            groups = self._resumed(self._paged)
         for group in track(groups, "Calibrating", len(groups)):
             yield self._moments(group, [module for name in group for module in before.get(name, ())], group[0] in norms)
             # Linears of a group run to reach the next one, and may have kept a weight from before they had values.
@@ -108,8 +112,8 @@ class CalibrationPass:
                 for part in () if surgery.is_removed(self._new, name) else surgery.linear_at(self._new, name).modules():
                     if isinstance(part, Derived):
                         part.forget()
-        if self._fitted:
-            self._leave()
+        self._end_stack()
+        self._finished = None
         self.report.warn_of_experts()
 
     def _in_order(self, linears: Sequence[str], norms: Sequence[str]) -> list[list[str]]:
@@ -118,8 +122,9 @@ class CalibrationPass:
         names = [*linears, *norms]
         owners = {name: surgery.owner_of(self._old, name) for name in names}
         modules = {owner: self._old.base_model.get_submodule(owner) for owner in owners.values()}
-        reads = seen_in(modules, False, lambda: self._old(**self._batches[0]))
-        places = {name: self._architecture.layer_of(f"{name}.") for name in names}
+        batch = self._batches[0] if self._paged is None else first_row(self._batches[0])
+        reads = seen_in(modules, False, lambda: self._old(**batch))
+        places = {name: self._place(name) for name in names}
         order = {name: number for number, name in enumerate(reads)}
         # Some may not have run.
         last = {places[name]: order[owners[name]] + 0.5 for name in names if owners[name] in order}
@@ -131,7 +136,7 @@ class CalibrationPass:
         return [list(together) for _, together in itertools.groupby(ranked, group)]
 
     def _moments(self, names: Sequence[str], before: Sequence[str], of_norm: bool) -> dict[str, Moments | None]:
-        place = self._architecture.layer_of(f"{names[0]}.")
+        place = self._place(names[0])
         if place is not None:
             self._enter(*place)
         sums = {name: Sums() for name in names}
@@ -148,6 +153,8 @@ class CalibrationPass:
                 continue
             outputs = self.streams.watch("old", place, number, watched, outputs=owner == names[0])
             inputs = self.streams.watch("new", place, number, watched, before, outputs=of_norm)
+            if not number:
+                _share_inputs(sums, inputs)
             for name, calls in inputs.items():
                 for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
                     if isinstance(x, Routed):
@@ -173,11 +180,11 @@ class CalibrationPass:
         self, sums: Mapping[str, Sums], place: Place | None, number: int, owner: str, before: Sequence[str], at: str
     ) -> None:
         """Add to the sums of a linear, or of those of experts, what it sees where its outputs are added to the states."""
-        old = self.streams.joined("old", number, owner, at)
+        old = self.streams.wanted(number, owner, at)
         without_values = () if self._channels else dict.fromkeys((*before, owner))
         with swapped(self._old, self._new, without_values):
             new = self.streams.joined("new", number, owner, at)
-        if old is None or new is None or (states := self._left(old[2])).shape != new[2].shape:
+        if old is None or new is None or (states := self._left(old)).shape != new[2].shape:
             return
         (x, output, joined), wanted = new, states.reshape(new[1].shape)
         lacking = wanted - joined.reshape(output.shape)
@@ -188,77 +195,8 @@ class CalibrationPass:
             weights = error_weights(selected(wanted, rows))
             sums[owner].add(selected(x, rows), selected(lacking + output, rows), weights)
 
-    def _run_old(
-        self, modules: Mapping[str, nn.Module], see: Callable[[Batch, str, nn.Module, tuple[Any, ...]], None]
-    ) -> None:
-        """Run the old model as it is, and have `see` called before each of the modules, with its inputs."""
-
-        def hook(batch: Batch, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            see(batch, name, module, (*args, *kwargs.values()))
-
-        for batch in track(self._batches, "Calibrating", len(self._batches)):
-            hooks = [(module, functools.partial(hook, batch, name)) for name, module in modules.items()]
-            with hooked(hooks, before=True):
-                self._old(**batch)
-
-    def lookups(self, tables: Sequence[str]) -> Tensor:
-        modules = {self._old.get_submodule(name): name for name in tables}
-        counts = torch.zeros(max(module.num_embeddings for module in modules), dtype=torch.int64)
-
-        def count(batch: Batch, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
-            ids = self._real.of_ids(inputs[0], batch)
-            counts.add_(torch.bincount(ids.flatten(), minlength=len(counts)).cpu())
-
-        self._run_old({name: module for module, name in modules.items()}, count)
-        return counts
-
-    def routed(self, modules: Sequence[str]) -> dict[str, Tensor]:
-        experts = {name: self._old.base_model.get_submodule(name) for name in modules}
-        found = {
-            name: torch.zeros(len(module.get_parameter(EXPERT_OUTPUT)), dtype=torch.float64)
-            for name, module in experts.items()
-        }
-
-        def add(batch: Batch, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
-            x = read_by(module, inputs)
-            rows = self._real.rows(name, self._architecture.layer_of(f"{name}."), batch, x.states)
-            for number, total in enumerate(found[name]):
-                tokens, factors = x.tokens(number, rows)
-                total += (factors * x.outputs(number, tokens)).double().square().sum().cpu()
-
-        self._run_old(experts, add)
-        return found
-
-    def output_moments(self) -> Moments | None:
-        output = self._old.get_output_embeddings()
-        if output is None:
-            return None
-        sums = Sums()
-        for batch in self._batches:
-            x = seen_in({"": output}, False, lambda batch=batch: self._old(**batch))[""][0]
-            sums.add(selected(x, self._real.rows("", None, batch, x)), None)
-        return sums.moments("the output matrix")
-
-    def across(self, linear: str, first: str, last: str) -> tuple[Moments, tuple[str, str] | None] | None:
-        sums, norms = Sums(), None
-        layers = [self._old.base_model.get_submodule(name) for name in (first, last)]
-        for batch in self._batches:
-            with ends_of(layers) as ends:
-                seen = seen_both(self._old.base_model.get_submodule(linear), lambda: self._old(**batch))  # noqa: B023
-            if seen is None:
-                continue
-            x, y = seen
-            both = all(end.norm is not None for end in ends)
-            if both:
-                norms = (f"{first}.{ends[0].norm}", f"{last}.{ends[1].norm}")
-            (own, wanted) = (end.before if both else end.output for end in ends)
-            rows = self._real.rows(linear, self._architecture.layer_of(f"{linear}."), batch, x)
-            sums.add(selected(x, rows), selected(y + wanted - own, rows))
-        moments = sums.moments(linear)
-        return None if moments is None else (moments, norms)
-
     def fit(self, stack: str, spans: Sequence[tuple[int, int]], names: Sequence[str]) -> None:
-        if self._one_by_one or not names:
+        if self._paged is not None or not names:
             return
         streams, self._fitted = self.streams, [*names]
         streams.flow = streams.start(stack)
@@ -295,50 +233,68 @@ class CalibrationPass:
     def note(self, text: str) -> None:
         self.report.note(text)
 
-    def at_once(self, names: Sequence[str]) -> dict[str, Moments | None]:
-        """The moments of linears of the old model as it is, in one forward of each batch, in the order in which they run. Those
-        that read the same states share one object. A module of several layers has seen the inputs of all of them."""
-        sums: dict[str, Sums] = {}
-        leaders: dict[str, str] = {}  # linear -> the first of those that read the same states
-        latest: tuple[Any, str] = (None, "")
-        owned: dict[str, list[str]] = {}  # the module that runs linears -> these
-        for name in names:
-            owned.setdefault(surgery.owner_of(self._old, name), []).append(name)
-
-        def look(batch: Batch, name: str, module: nn.Module, inputs: Sequence[Any]) -> None:
-            nonlocal latest
-            x = read_by(module, inputs)
-            place = self._architecture.layer_of(f"{name}.")
-            if isinstance(x, Routed):
-                of_experts = {linear: sums.setdefault(linear, Sums()) for linear in owned[name]}
-                leaders.update(zip(of_experts, of_experts, strict=True))
-                add_routed(of_experts, x, None, self._real.rows(name, place, batch, x.states))
-                return
-            leader = leaders.setdefault(name, latest[1] if x is latest[0] else name)
-            latest = x, leader
-            if leader == name:
-                sums.setdefault(name, Sums()).add(selected(x, self._real.rows(name, place, batch, x)), None)
-
-        self._run_old(dict(surgery.modules(self._old, owned)), look)
-        moments = {name: of_name.moments(name) for name, of_name in sums.items()}
-        return {name: moments[leader] for name, leader in leaders.items()}
-
     # -- the way through the layers ----------------------------------------------------------------------------------------
 
     def _enter(self, stack: str, layer: int) -> None:
         """Bring both streams up to this layer."""
         streams = self.streams
         if streams.at is None or streams.at[0] != stack:
-            if self._fitted:
-                self._leave()
+            self._end_stack()
             streams.at, streams.flow = (stack, 0), streams.start(stack)
-            streams.check()
-            self._let_go()
+            self._begin_layer()
         while streams.at[1] < layer:
             self._leave()
-            self._let_go()
             streams.at = (stack, streams.at[1] + 1)
-            streams.check()
+            self._begin_layer()
+
+    def _begin_layer(self) -> None:
+        """Before the first linear of the present layer is asked for."""
+        self.streams.check()
+        self._let_go()
+        if self._paged is not None and self.streams.flow:
+            inside = [name for group in self._groups for name in group if self._place(name) == self.streams.at]
+            self.streams.record([name for name in inside if surgery.owner_of(self._old, name) == name])
+
+    def _end_stack(self) -> None:
+        """After the last linear of the present stack: no states are needed behind it."""
+        if self._fitted:
+            self._leave()
+        elif self._finished is not None and self.streams.at is not None and self.streams.flow:
+            self._keep_layer(*self.streams.at, self._finished, {}, None)
+
+    def _resumed(self, paged: Paged) -> list[list[str]]:
+        """Take over what a killed process has finished of this walk, and return the groups that are left."""
+        if self._walks:
+            paged.next_step()
+        self._walks += 1
+        places = {place for group in self._groups if (place := self._place(group[0])) is not None}
+        last = {stack: max(layer for name, layer in places if name == stack) for stack, _ in places}
+        self._finished = done = FinishedLayers(paged, sum(number + 1 for number in last.values()))
+        for stack, layer in done.places:
+            paged.restore_layer(*self._layer(stack, layer))
+        for name, (plain, calibrated) in done.errors.items():
+            self.record(name, plain, calibrated)
+        if done.places and (place := done.places[-1])[1] < last[place[0]]:
+            stack, layer = place
+            self.streams.flow = self.streams.start(stack)
+            self.streams.states, self.streams.at = done.states(), (stack, layer + 1)
+            self._begin_layer()
+        return [group for group in self._groups if self._place(group[0]) not in done.places]
+
+    def _layer(self, stack: str, layer: int) -> tuple[str, nn.Module]:
+        """(name, module) of a layer of the new model."""
+        return self._architecture.stacks[stack].layers.format(layer), self.streams.layer("new", (stack, layer))
+
+    def _place(self, name: str) -> Place | None:
+        return self._architecture.layer_of(f"{name}.")
+
+    def _keep_layer(
+        self, stack: str, layer: int, finished: FinishedLayers, states: States, error: float | None
+    ) -> None:
+        """Keep what is finished of a layer in files."""
+        finished.paged.keep_layer(*self._layer(stack, layer))
+        errors = {name: each for name, each in self.report.errors.items() if self._place(name) == (stack, layer)}
+        finished.add((stack, layer), states, error, errors)
 
     def _leave(self, number: int | None = None, last: int | None = None) -> None:
         """Bring both streams through the present layer, as `Streams.leave` does; what was converted in it is fitted before, all
@@ -347,7 +303,26 @@ class CalibrationPass:
             return
         stack, at = self.streams.at
         parameters = self._fitted_parameters(stack, at if number is None else number)
-        self.streams.leave(functools.partial(self._fit, parameters), number, last)
+        fit = functools.partial(self._fit, parameters)
+        if (finished := self._finished) is None:
+            self.streams.leave(fit, number, last)
+            return
+
+        def keep(model: str, batch: int, states: Tensor) -> Tensor:
+            return finished.file(model, at + 1, batch, states)
+
+        self.streams.leave(fit, keep=keep)
+        self._keep_layer(stack, at, finished, self.streams.states, self._error())
+
+    def _error(self) -> float | None:
+        """Of what leaves a layer, relative to what leaves the old one."""
+        error = size = 0.0
+        for number, (old, new) in enumerate(zip(*self.streams.states.values(), strict=True)):
+            if (wanted := self._left(old)).shape == new.shape:
+                rows = self._real.rows("", self.streams.at, self._batches[number], old)
+                one, other = selected(wanted, rows).float(), selected(new, rows).float()
+                error, size = error + float((one - other).square().sum()), size + float(one.square().sum())
+        return (error / size) ** 0.5 if size else None
 
     def _let_go(self) -> None:
         """Free those tensors of the old model that no stream comes to any more."""
@@ -383,6 +358,15 @@ class CalibrationPass:
             if not ours and any(name == each or name.startswith(f"{each}.") for each in names):
                 found |= {id(p): p for p in part.parameters(recurse=False) if p.dtype in (torch.float32, torch.float64)}
         return [p for key, p in found.items() if uses[key] == 1 and key not in fixed]
+
+
+def _share_inputs(sums: Mapping[str, Sums], inputs: Mapping[str, list[Any]]) -> None:
+    """Have the Gram of states that several linears read summed once."""
+    first: dict[int, Sums] = {}
+    for name, calls in inputs.items():
+        if len(calls) == 1 and torch.is_tensor(calls[0]):
+            leader = first.setdefault(id(calls[0]), sums[name])
+            sums[name].reads_as = None if leader is sums[name] else leader
 
 
 def collect(model: Any, calibration: Any, tokenizer: Any = None) -> Calibration:

@@ -12,6 +12,7 @@ from hf_freeze.methods.parts import KeptTokens
 from hf_freeze.model.calibrating import CalibrationPass
 from hf_freeze.model.calibration import Calibration, Report, StoredMoments, warned_once
 from hf_freeze.model.fidelity import fidelity_on
+from hf_freeze.model.paging import Paged
 from hf_freeze.model.samples import Samples, samples_of
 from hf_freeze.model.weights import regenerate
 from hf_freeze.solvers.moments import Moments
@@ -24,10 +25,15 @@ class Calibrator:
     """
 
     def __init__(
-        self, model: Any, calibration: Any, tokenizer: Any, make: Callable[[Any, Method], Any], one_by_one: bool = False
+        self,
+        model: Any,
+        calibration: Any,
+        tokenizer: Any,
+        make: Callable[[Any, Method], Any],
+        paged: Paged | None = None,
     ) -> None:
-        """`make(model, method)`: the variant without a calibration. `one_by_one`: as for `CalibrationPass`."""
-        self._make, self._one_by_one = make, one_by_one
+        """`make(model, method)`: the variant without a calibration. `paged`: as for `CalibrationPass`."""
+        self._make, self._paged = make, paged
         self._stored: Mapping[str, Moments] | None = None
         self.samples: Samples | None = None
         if isinstance(calibration, Calibration):
@@ -50,7 +56,7 @@ class Calibrator:
                 with torch.no_grad(), surgery.holding(old):
                     yield StoredMoments(self._stored or {}, old, self.report)
                 return
-            calibration = CalibrationPass(old, new, self.samples.batches, self.report, self._make, self._one_by_one)
+            calibration = CalibrationPass(old, new, self.samples.batches, self.report, self._make, self._paged)
             with calibration.running() as statistics:
                 yield statistics
 
@@ -72,7 +78,7 @@ class Calibrator:
     def compares(self, method: Method) -> bool:
         """Whether the method's plain form is made, too, to keep the better one: where there are texts for it, and memory."""
         has_both = method.facts.calibration == "used"
-        return has_both and self.samples is not None and bool(self.samples.held_out) and not self._one_by_one
+        return has_both and self.samples is not None and bool(self.samples.held_out) and self._paged is None
 
     def better(self, method: Method, original: Any, calibrated: Any, plain: Any) -> Any:
         """That of two variants whose outputs are nearer those of the `original` on the texts that are held out."""

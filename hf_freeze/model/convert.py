@@ -132,7 +132,7 @@ def _write(source: Path, out: Path, job: _Job, max_shard_size: str, say: Callabl
     _check_room(out, _stored_bytes(target) + _stored_bytes(target, with_ties=True))  # tied ones may be made one by one
     folder = out.with_name(f".{out.name}.part")
     _claim(folder, job.settings | _identity(source, files))
-    with Paged(folder, shard_bytes) as paged:
+    with Paged(folder, shard_bytes, say) as paged:
         say(job.what)
         of_variant = {"paged": paged} if isinstance(structure, VariantMixin) else {}
         model, info = load_model(source, output_loading_info=True, **of_variant)

@@ -208,7 +208,7 @@ class _Conversions:
         self.on_meta = model.device.type == "meta"
         self.calibrator = None
         if how.calibration is not None and not self.on_meta:
-            self.calibrator = Calibrator(model, how.calibration, how.tokenizer, _plain, how.paged is not None)
+            self.calibrator = Calibrator(model, how.calibration, how.tokenizer, _plain, how.paged)
         numbered = list(enumerate(self.methods, 1))
         self.structural = {number for number, method in numbered if method.facts.structural}
         self.redrawing = {number for number, method in numbered if method.part(InitialValues)}

@@ -6,11 +6,12 @@ another (`Paged`), and a thread has the system write out and forget the pages of
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ class Paged:
 
     `limit`: bytes of resident memory, above those at the start, from which on pages are given back while the context is open;
     only Linux keeps to it. Modules that `keep` is called for stay in the folder, where `restore` finds them after the process was
-    killed.
+    killed. `say`: is called with a line after each layer of a calibration.
     """
 
-    def __init__(self, folder: Path, limit: int) -> None:
-        self._folder, self._limit = folder, limit
+    def __init__(self, folder: Path, limit: int, say: Callable[[str], Any] = lambda text: None) -> None:
+        self.folder, self.say, self._limit = folder, say, limit
         self._journal = folder / "finished"
         self._kept = set(whole_lines(self._journal)) if self._journal.exists() else set()
-        self._files, self._steps = 0, 0
+        self._files, self.step = 0, 0
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -52,29 +53,52 @@ class Paged:
                 continue
             key = (tensor.data_ptr(), tensor.shape)
             if key not in moved:
-                path = self._folder / f"{self._files}.tensor"
-                self._files += 1
-                moved[key] = _in_file(path, tensor, new=True).copy_(tensor)
-                path.unlink()  # it is there until nobody uses it any more
+                moved[key] = self.copied(tensor)
             _set(module, name, moved[key])
+
+    @torch.no_grad()
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor in a file, which is there as long as somebody uses it."""
+        path = self.folder / f"{self._files}.tensor"
+        self._files += 1
+        copy = in_file(path, tensor.shape, tensor.dtype, new=True).copy_(tensor)
+        path.unlink()
+        return copy
 
     def next_step(self) -> None:
         """Modules of the same name are others from now on."""
-        self._steps += 1
+        self.step += 1
+
+    def keep_layer(self, name: str, layer: nn.Module) -> None:
+        """`keep` the modules of a layer whose tensors lie in memory of this process."""
+        in_files = _file_ranges()
+        for part_name, part in layer.named_modules():
+            addresses = [
+                tensor.untyped_storage().data_ptr()
+                for tensor in (*part._parameters.values(), *part._buffers.values())
+                if tensor is not None and tensor.device.type == "cpu" and tensor.nbytes
+            ]
+            if any(not any(start <= address < end for start, end in in_files) for address in addresses):
+                self.keep(f"{name}.{part_name}" if part_name else name, part)
+
+    def restore_layer(self, name: str, layer: nn.Module) -> None:
+        """`restore` the modules of a layer that were kept."""
+        for part_name, part in layer.named_modules():
+            self.restore(f"{name}.{part_name}" if part_name else name, part)
 
     @torch.no_grad()
     def keep(self, name: str, module: nn.Module) -> None:
         """Move all tensors of a finished module to files that stay, so that `restore` finds them."""
-        key = f"{self._steps} {name}"
+        key = f"{self.step} {name}"
         if key in self._kept:  # restored, or converted again by a method that does not ask
             self.move(module)
             return
         for tensor_name, tensor in list(_tensors(module)):
             path = self._path(name, tensor_name)
             path.unlink(missing_ok=True)  # of a process that was killed while it wrote
-            _set(module, tensor_name, _in_file(path, tensor, new=True).copy_(tensor))
+            _set(module, tensor_name, in_file(path, tensor.shape, tensor.dtype, new=True).copy_(tensor))
             sync(path)
-        sync(self._folder)
+        sync(self.folder)
         self._kept.add(key)
         with self._journal.open("a", encoding="utf-8") as journal:
             journal.write(f"{key}\n")
@@ -83,14 +107,14 @@ class Paged:
 
     def restore(self, name: str, module: nn.Module) -> bool:
         """Fill a module with what `keep` has kept of it; False if it has not."""
-        if f"{self._steps} {name}" not in self._kept:
+        if f"{self.step} {name}" not in self._kept:
             return False
         for tensor_name, tensor in list(_tensors(module)):
-            _set(module, tensor_name, _in_file(self._path(name, tensor_name), tensor, new=False))
+            _set(module, tensor_name, in_file(self._path(name, tensor_name), tensor.shape, tensor.dtype, new=False))
         return True
 
     def _path(self, module_name: str, tensor_name: str) -> Path:
-        return self._folder / f"{self._steps} {module_name} {tensor_name}.tensor"
+        return self.folder / f"{self.step} {module_name} {tensor_name}.tensor"
 
     def _watch(self) -> None:
         before = resident()
@@ -137,19 +161,26 @@ def _set(module: nn.Module, name: str, value: torch.Tensor) -> None:
         parameter.data = value
 
 
-def _in_file(path: Path, like: torch.Tensor, *, new: bool) -> torch.Tensor:
-    """A tensor like this one in the memory of a file, which has room for it if it is new."""
+def in_file(path: Path, shape: Sequence[int], dtype: torch.dtype, *, new: bool) -> torch.Tensor:
+    """A tensor in the memory of a file, which has room for it if it is new. Raises OSError where the disk is full."""
+    size = math.prod(shape) * dtype.itemsize
     if new:
         # A file with holes in it would end the process where a page finds the disk full.
         with path.open("wb") as file:
-            if hasattr(os, "posix_fallocate"):  # macOS has none
-                os.posix_fallocate(file.fileno(), 0, max(like.nbytes, 1))
-            else:
-                file.truncate(like.nbytes)
-    if like.nbytes == 0:
-        return torch.empty_like(like)
-    storage: Any = torch.UntypedStorage.from_file(str(path), True, like.nbytes)
-    return torch.empty(0, dtype=like.dtype).set_(storage).view(like.shape)
+            try:
+                if hasattr(os, "posix_fallocate"):  # macOS has none
+                    os.posix_fallocate(file.fileno(), 0, max(size, 1))
+                else:
+                    file.truncate(size)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise OSError(
+                    error.errno, f"{error.strerror}: {size / 1e6:.1f} MB more are needed in {path.parent}"
+                ) from None
+    if size == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    storage: Any = torch.UntypedStorage.from_file(str(path), True, size)
+    return torch.empty(0, dtype=dtype).set_(storage).view(tuple(shape))
 
 
 def page_out() -> None:

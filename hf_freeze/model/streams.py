@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.model.paging import Paged
 from hf_freeze.model.watching import (
     Call,
     calls_of,
@@ -34,15 +35,16 @@ class Streams:
     """Both streams of states, before the layer `at` of the old model.
 
     `flow`: whether states are passed from layer to layer, so that a layer can run alone. Models and their streams are named
-    "old" and "new".
+    "old" and "new". `paged`: where states lie, if only a layer or two of the models fit into memory.
     """
 
-    def __init__(self, old: Any, new: Any, batches: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, old: Any, new: Any, batches: Sequence[Mapping[str, Any]], paged: Paged | None = None) -> None:
         self.models = {"old": old, "new": new}
         self.architecture = architecture_for(old)
         self.at: Place | None = None
         self.flow = False
-        self._batches = batches
+        self._batches, self._paged = batches, paged
+        self._recorded: list[dict[str, Tensor]] = []  # of each batch, as `record` says
         depths = self.architecture.depths(old.config)
         self._places = [(stack, layer) for stack, depth in depths.items() for layer in range(depth)]
         self._caught: list[dict[Place, list[tuple[Tensor, Call]]]] = []  # of each batch
@@ -72,15 +74,30 @@ class Streams:
         return True
 
     def _catch(self) -> None:
-        """Catch how the old model calls its layers, and what comes into each stack."""
-        layers = [self.layer("old", place) for place in self._places]
+        """Catch how the old model calls its layers, and what comes into each stack. Where all that the calls of a stack carry is
+        in its first one, other batches than the first only run up to there."""
+        firsts = {place: (place[0], 0) for place in self._places}
+        stacks = list(dict.fromkeys(firsts.values()))
         for batch in self._batches:
-            calls_of_layers = calls_of(self.models["old"], batch, layers, to_end=True)
-            caught = dict(zip(self._places, calls_of_layers, strict=True))
+            follow = bool(self._caught) and all(
+                len(calls) == 1 and calls[0][1].shares_all_with(self._caught[0][firsts[place]][0][1])
+                for place, calls in self._caught[0].items()
+            )
+            places = stacks if follow else self._places
+            layers = [self.layer("old", place) for place in places]
+            caught = dict(zip(places, calls_of(self.models["old"], batch, layers, to_end=not follow), strict=True))
+            for place, first in firsts.items() if follow else ():
+                if place != first:
+                    calls = [one[first][0][1] for one in (self._caught[0], caught)]
+                    call = self._caught[0][place][0][1].with_arguments_of(*calls)
+                    caught[place] = [(torch.empty(0), call)]
+            for place, calls in caught.items():  # to compare with, the states of one batch
+                needed = not self._caught or place in stacks
+                caught[place] = [(self._kept(states if needed else torch.empty(0)), call) for states, call in calls]
             self._caught.append(caught)
-            if len(self._caught) > 1:  # of the other batches, no states but the first ones
-                for (stack, layer), calls in caught.items():
-                    caught[stack, layer] = [(torch.empty(0) if layer else states, call) for states, call in calls]
+
+    def _kept(self, states: Tensor) -> Tensor:
+        return states if self._paged is None or not states.numel() else self._paged.copied(states)
 
     def check(self, number: int | None = None) -> None:
         """Give the streams up, if for the first batch they are not what the models themselves give this layer, which is layer
@@ -88,10 +105,13 @@ class Streams:
         if not self.flow or self.at is None:
             return
         stack, layer = self.at
-        new_layer = self.layer("new", (stack, layer if number is None else number))
-        caught = calls_of(self.models["new"], self._batches[0], [new_layer])[0]
-        new = caught[0][0] if caught else None
-        if not (_same(self.states["old"][0], self._caught[0][self.at][0][0]) and _same(self.states["new"][0], new)):
+        flow = _same(self.states["old"][0], self._caught[0][self.at][0][0])
+        # Of a model that is larger than the memory, all layers before this one are read for that.
+        if flow and (self._paged is None or not layer & (layer - 1)):
+            new_layer = self.layer("new", (stack, layer if number is None else number))
+            caught = calls_of(self.models["new"], self._batches[0], [new_layer])[0]
+            flow = _same(self.states["new"][0], caught[0][0] if caught else None)
+        if not flow:
             self.flow, self.states, self._calls = False, {}, {}
 
     def run(self, model: str, batch: int, layer: nn.Module | None = None) -> Tensor:
@@ -100,16 +120,67 @@ class Streams:
         call = self._calls[model][batch][number]
         return call.run(self.layer(model, (stack, number)) if layer is None else layer, self.states[model][batch])
 
+    def record(self, linears: Sequence[str]) -> None:
+        """Run the present layer of the old model once, and keep of each batch the outputs of these linears, what its norms read,
+        and as "" what leaves it; where both models are one, also what the linears read."""
+        layer, self._recorded = self.layer("old", self._present()), []
+        for batch in range(len(self._batches)):
+            seen: dict[str, Tensor] = {}
+            copies: dict[int, tuple[Tensor, Tensor]] = {}  # several linears may read the same states
+            look = functools.partial(self._look, seen, copies)
+            read: dict[str, Tensor] = {}
+            norms = [(part, functools.partial(first_input, read, name)) for name, part in norms_of(layer)]
+            outputs = [(layer.get_submodule(self._within(name)), functools.partial(look, name)) for name in linears]
+            with hooked(norms, before=True), hooked(outputs):
+                end = self.run("old", batch)
+            self._recorded.append(seen | {name: self._kept(states) for name, states in (read | {"": end}).items()})
+
+    def _look(
+        self,
+        seen: dict[str, Tensor],
+        copies: dict[int, tuple[Tensor, Tensor]],
+        name: str,
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Tensor,
+    ) -> None:
+        """Keep what a linear gives, and what it reads, the first time that it runs."""
+        if name in seen:
+            return
+        seen[name] = self._kept(output)
+        if self._is_one:
+            states = (*args, *kwargs.values())[0]
+            if id(states) not in copies:
+                copies[id(states)] = states, self._kept(states)
+            seen[f"{name} reads"] = copies[id(states)][1]
+
+    @property
+    def _is_one(self) -> bool:
+        return self.models["old"] is self.models["new"]
+
+    def _known(self, model: str, batch: int, names: Sequence[str], *, outputs: bool) -> list[Tensor] | None:
+        """Inputs, or outputs, of linears that were recorded, if those of all of them were."""
+        if not self._recorded or not (outputs or self._is_one) or not (model == "old" or self._is_one):
+            return None
+        found = [self._recorded[batch].get(name if outputs else f"{name} reads") for name in names]
+        return None if any(value is None for value in found) else found  # type: ignore[return-value]
+
     def leave(
         self,
         fit: Callable[[nn.Module, Callable[[int], Tensor]], None],
         number: int | None = None,
         last: int | None = None,
+        keep: Callable[[str, int, Tensor], Tensor] = lambda model, batch, states: states,
     ) -> None:
         """Bring both streams through the present layer of the old model, up to layer `last` of it, and through layer `number` of
-        the new one, for which `fit(layer, run)` is called before; `run` gives its states for a batch."""
+        the new one, for which `fit(layer, run)` is called before; `run` gives its states for a batch. `keep(model, batch,
+        states)`: the states as they are kept."""
         stack, at = self._present()
         number, last = at if number is None else number, at if last is None else last
+        if self._recorded:
+            self.states["old"], self._recorded = [keep("old", b, one[""]) for b, one in enumerate(self._recorded)], []
+            at = last + 1
         for through in range(at, last + 1):
             old = self.layer("old", (stack, through))
             self.states["old"] = [
@@ -119,7 +190,10 @@ class Streams:
         layer = self.layer("new", (stack, number))
         run = functools.partial(self.run, "new", layer=layer)
         fit(layer, run)
-        self.states["new"] = [run(batch) for batch in range(len(self._batches))]
+        if self._is_one:
+            self.states["new"] = self.states["old"]
+            return
+        self.states["new"] = [keep("new", batch, run(batch)) for batch in range(len(self._batches))]
 
     def watch(
         self,
@@ -133,6 +207,8 @@ class Streams:
     ) -> dict[str, list[Any]]:
         """Name -> inputs (of experts `Routed`), or outputs, of the linear in a model, for the batch of this number, of each time
         that it runs; linears that do not run are missing. `before`: modules that are those of the old model."""
+        if (known := self._known(model, batch, names, outputs=outputs)) is not None:
+            return {name: [value] for name, value in zip(names, known, strict=True)}
         own = self.models[model]
         with swapped(self.models["old"], own, before):
             modules = {name: own.base_model.get_submodule(name) for name in names}
@@ -176,6 +252,9 @@ class Streams:
 
     def joined(self, model: str, batch: int, name: str, at: str) -> tuple[Any, Tensor, Tensor] | None:
         """(input, output, sum) of a linear, or of experts, whose outputs are added to the states of the layer `at` a module."""
+        both = [self._known(model, batch, [name], outputs=outputs) for outputs in (False, True)]
+        if both[0] is not None and both[1] is not None and at in self._recorded[batch]:
+            return both[0][0], both[1][0], self._recorded[batch][at]
         layer = self.layer(model, self._present())
         inputs: dict[str, Tensor] = {}
         readers = [(layer.get_submodule(at), functools.partial(first_input, inputs, at))] if at else []
@@ -184,6 +263,13 @@ class Streams:
                 layer.get_submodule(self._within(name)), lambda: inputs.setdefault("", self.run(model, batch))
             )
         return None if seen is None else (*seen, inputs[at])
+
+    def wanted(self, batch: int, name: str, at: str) -> Tensor | None:
+        """The sum that `joined` gives for the old model."""
+        if self._recorded:
+            return self._recorded[batch].get(at)
+        found = self.joined("old", batch, name, at)
+        return None if found is None else found[2]
 
     def ends_in_norm(self) -> bool:
         """Whether the present layer gives what a norm gives."""

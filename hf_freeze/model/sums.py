@@ -4,55 +4,94 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_freeze.architectures.roles import EXPERT_OUTPUT
 from hf_freeze.model.watching import Routed
 from hf_freeze.solvers.moments import Moments, working_dtype
 
+_HALVES = (torch.float16, torch.bfloat16)
+_ROWS = 1024  # of a Gram that are summed at once: of its symmetric halves, one is
 _LEAST = 1e-12  # mean square of the states of a token that counts most
 
 
 @dataclass
 class Sums:
-    """Sums over `count` tokens, of which `Moments` are the means."""
+    """Sums over `count` tokens, of which `Moments` are the means. `reads_as`: those of another linear that reads the same states
+    and comes first."""
 
+    reads_as: "Sums | None" = None
     count: int = 0
     total: float = 0  # of the weights of tokens
-    gram: Any = 0
+    gram: Any = None  # above the diagonal blocks alone
     mean: Any = 0
-    cross: Any = 0
+    cross: Any = None
     outputs: Any = 0
     squares: Any = 0
     paired: bool = True
+    _is_mean: bool = False
 
     def add(self, x: Tensor, y: Tensor | None, weights: Tensor | None = None) -> None:
         """x: (T, I) inputs; y: (T, O) outputs of the model before, if they are of the same tokens; weights: (T, 1) how much an
-        error counts for each token."""
-        x = x.to(working_dtype(x))
-        weights = x.new_ones(len(x), 1) if weights is None else weights.to(x)
-        weighted = weights * x
+        error counts for each token.
+
+        Inputs of 16 bits are multiplied in fp32, where their products are exact, and added up in the dtype of the solvers.
+        """
+        kept = working_dtype(x)
+        x = x.to(torch.float32 if x.dtype in _HALVES else kept)
+        weighted = x if weights is None else weights.to(x) * x
         self.count += len(x)
-        self.total += float(weights.sum())
-        self.gram = self.gram + x.T @ weighted
-        self.mean = self.mean + weighted.sum(0)
+        self.total += len(x) if weights is None else float(weights.sum())
+        if self.reads_as is None:
+            self.gram = x.new_zeros(2 * x.shape[1:], dtype=kept) if self.gram is None else self.gram
+            for start in range(0, len(self.gram), _ROWS):
+                rows = slice(start, start + _ROWS)
+                _add_product(self.gram[rows, start:], x[:, rows], weighted[:, start:])
+            self.mean = self.mean + weighted.sum(0).to(kept)
         self.paired = self.paired and y is not None
         if y is not None and self.paired:
             y = y.to(x)
-            self.cross = self.cross + y.T @ weighted
-            self.outputs = self.outputs + (weights * y).sum(0)
-            self.squares = self.squares + (weights * y.square()).sum(0)
+            self.cross = x.new_zeros(y.shape[1], x.shape[1], dtype=kept) if self.cross is None else self.cross
+            _add_product(self.cross, y, weighted)
+            self.outputs = self.outputs + (y if weights is None else weights.to(y) * y).sum(0).to(kept)
+            self.squares = self.squares + (y.square() if weights is None else weights.to(y) * y.square()).sum(0).to(
+                kept
+            )
 
     def moments(self, name: str) -> Moments | None:
-        """Those of the linear `name`. Raises ValueError if they are not finite."""
+        """Those of the linear `name`, once: they take over its memory. Raises ValueError if they are not finite."""
         if not self.total:
             return None
+        gram, mean = self._of_inputs()
         pairs = {"cross": self.cross, "output_mean": self.outputs, "output_square": self.squares} if self.paired else {}
-        means = {name: value / self.total for name, value in pairs.items()}
+        for value in pairs.values():
+            value.div_(self.total)
         try:
-            return Moments(self.gram / self.total, self.mean / self.total, self.count, **means)
+            return Moments(gram, mean, self.count, **pairs)
         except ValueError as error:
             raise ValueError(f"calibration: the inputs or outputs of {name!r} cannot be used: {error}") from None
+
+    def _of_inputs(self) -> tuple[Tensor, Tensor]:
+        """The means of x xᵀ and of x."""
+        if self.reads_as is not None:
+            return self.reads_as._of_inputs()
+        if not self._is_mean:
+            self._is_mean = True
+            for start in range(0, len(self.gram), _ROWS):
+                rows, after = slice(start, start + _ROWS), slice(start + _ROWS, None)
+                self.gram[after, rows] = self.gram[rows, after].T
+            self.gram.div_(self.total)
+            self.mean = self.mean / self.total
+        return self.gram, self.mean
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total (M, N) += left (T, M)ᵀ right (T, N), in place."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.T, right)
+    else:
+        total += left.T @ right
 
 
 def error_weights(joined: Tensor) -> Tensor:

@@ -34,12 +34,23 @@ class Call:
         )
         return output if torch.is_tensor(output) else output[0]
 
+    def shares_all_with(self, first: "Call") -> bool:
+        """Whether all that it carries, such as a mask, is the same object in the call `first`."""
+        known = {id(value) for value in (*first.args, *first.kwargs.values())}
+        return all(not _carries(value) or id(value) in known for value in (*self.args, *self.kwargs.values()))
+
     def with_arguments_of(self, first: "Call", new: "Call") -> "Call":
-        """The same call, but what it shares with the call `first` of another model's first layer is as in `new`."""
+        """The same call, but what it shares with the call `first` of a first layer is as in the call `new` of one for another
+        model or batch."""
         pairs = [*zip(first.args, new.args, strict=False), *((v, new.kwargs.get(k)) for k, v in first.kwargs.items())]
-        other = {id(old): value for old, value in pairs if torch.is_tensor(old)}
+        other = {id(old): value for old, value in pairs if _carries(old)}
         args = tuple(other.get(id(value), value) for value in self.args)
         return Call(args, {key: other.get(id(value), value) for key, value in self.kwargs.items()}, self.states)
+
+
+def _carries(value: Any) -> bool:
+    """Whether an argument is more than a setting."""
+    return not isinstance(value, bool | int | float | str | None)
 
 
 @dataclass
