@@ -7,6 +7,7 @@ arguments than the old one, which is looked at before each layer, the states do 
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.model.paging import Paged
 from hf_freeze.model.watching import (
     Call,
+    Reached,
     calls_of,
     ends_of,
     first_input,
@@ -44,6 +46,7 @@ class Streams:
         self.at: Place | None = None
         self.flow = False
         self._batches, self._paged = batches, paged
+        self._joins: dict[tuple[str, str], str | None] = {}
         self._recorded: list[dict[str, Tensor]] = []  # of each batch, as `record` says
         depths = self.architecture.depths(old.config)
         self._places = [(stack, layer) for stack, depth in depths.items() for layer in range(depth)]
@@ -221,7 +224,16 @@ class Streams:
 
     def joins(self, name: str) -> str | None:
         """Where the outputs of a linear of the present layer are added to the stream: the module that reads the sum, "" for the
-        end of the layer; None if they are not just added. Found by adding noise to them."""
+        end of the layer; None if they are not just added. Found by adding noise to them; in models larger than the memory once
+        for all layers of a stack."""
+        if self._paged is None:
+            return self._found_join(name)
+        key = (self._present()[0], self._within(name))
+        if key not in self._joins:
+            self._joins[key] = self._found_join(name)
+        return self._joins[key]
+
+    def _found_join(self, name: str) -> str | None:
         plain, output = self._read_after(name, None)
         if output is None:
             return None
@@ -257,11 +269,24 @@ class Streams:
             return both[0][0], both[1][0], self._recorded[batch][at]
         layer = self.layer(model, self._present())
         inputs: dict[str, Tensor] = {}
-        readers = [(layer.get_submodule(at), functools.partial(first_input, inputs, at))] if at else []
-        with hooked(readers, before=True):
-            seen = seen_both(
-                layer.get_submodule(self._within(name)), lambda: inputs.setdefault("", self.run(model, batch))
-            )
+        linear = layer.get_submodule(self._within(name))
+
+        ran: list[nn.Module] = []
+
+        def read(module: nn.Module, args: Any, kwargs: Any) -> None:
+            first_input(inputs, at, module, args, kwargs)
+            if ran:
+                raise Reached
+
+        def run() -> None:
+            with suppress(Reached):
+                inputs.setdefault("", self.run(model, batch))
+
+        with (
+            hooked([(linear, lambda module, *_: ran.append(module))]),
+            hooked([(layer.get_submodule(at), read)] if at else [], before=True),
+        ):
+            seen = seen_both(linear, run)
         return None if seen is None else (*seen, inputs[at])
 
     def wanted(self, batch: int, name: str, at: str) -> Tensor | None:

@@ -89,7 +89,7 @@ class Problem:
 
 
 def problem(weight: Tensor, bias: Tensor | None, moments: Moments, ridge: float = RIDGE) -> Problem:
-    """The problem of a linear, W (O, I) and b (O,) or None, in fp64 up to 4,096 inputs.
+    """The problem of a linear, W (O, I) and b (O,) or None, in the `working_dtype`.
 
     Least squares with an intercept is least squares on centred moments, so with a bias H = G - m mᵀ + λ 1. λ is the share
     `ridge` of the mean diagonal. It draws towards the weight as it was, not to zero: T = (C + λ W) H⁻¹ with C the cross moments,
@@ -166,8 +166,9 @@ def projected(moments: Moments, down: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def working_dtype(weight: Tensor) -> torch.dtype:
-    """fp64 for at most 4,096 inputs, else fp32; always fp32 on devices without fp64."""
-    return torch.float64 if weight.shape[-1] <= _EXACT_INPUTS and weight.device.type != "mps" else torch.float32
+    """fp64 for at most 4,096 inputs, else fp32; always fp32 for values of 16 bits, and on devices without fp64."""
+    is_exact = weight.shape[-1] <= _EXACT_INPUTS and weight.dtype.itemsize > 2 and weight.device.type != "mps"
+    return torch.float64 if is_exact else torch.float32
 
 
 def _share(moments: Moments, ridge: float) -> float:

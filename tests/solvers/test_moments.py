@@ -155,7 +155,8 @@ def test_a_gram_that_rounding_left_indefinite_has_a_cholesky_factor():
 def test_the_problem_is_solved_in_fp64_up_to_4096_inputs_and_leaves_its_arguments():
     case = seen(bias=True, pairs=True, curvature=True)
     before = {name: getattr(case.moments, name).clone() for name in ("gram", "mean", "cross", "curvature")}
-    assert problem(case.weight.to(torch.bfloat16), case.bias, case.moments).target.dtype == torch.float64
+    assert problem(case.weight, case.bias, case.moments).target.dtype == torch.float64
+    assert problem(case.weight.to(torch.bfloat16), case.bias, case.moments).target.dtype == torch.float32
     assert all(torch.equal(value, getattr(case.moments, name)) for name, value in before.items())
     wide = Moments(torch.eye(1), torch.zeros(1), 1)
     assert problem(torch.ones(1, 1), None, wide).result(torch.ones(1, 1, dtype=torch.float64))[0].dtype == torch.float32
