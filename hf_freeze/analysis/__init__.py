@@ -28,6 +28,8 @@ from hf_freeze.analysis.memory import InferenceMemory as InferenceMemory
 from hf_freeze.analysis.memory import inference_memory as inference_memory
 from hf_freeze.analysis.neurons import ffn_importance as ffn_importance
 from hf_freeze.analysis.neurons import select_neurons as select_neurons
+from hf_freeze.analysis.perplexity import window_losses as window_losses
+from hf_freeze.analysis.perplexity import window_perplexity as window_perplexity
 from hf_freeze.analysis.ranks import choose_ranks as choose_ranks
 from hf_freeze.analysis.significance import Difference as Difference
 from hf_freeze.analysis.significance import compare as compare

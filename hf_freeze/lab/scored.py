@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
+from hf_freeze.analysis.perplexity import window_losses
 from hf_freeze.analysis.significance import compare
+from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.compat.pipelines import max_positions
+from hf_freeze.compat.transformers import mapped_class
+from hf_freeze.data.lines import decoded_lines
 from hf_freeze.io import bytes_of
 from hf_freeze.lab.recipes.recipe import Recipe
-from hf_freeze.lab.tasks.items import bleu_items
+from hf_freeze.lab.tasks.items import bleu_items, log_perplexity
 from hf_freeze.lab.tasks.labelled import columns_of
 from hf_freeze.lab.tasks.registry import task_of
 from hf_freeze.lab.tasks.scoring import SCORING
@@ -24,13 +29,14 @@ from hf_freeze.publish.export.llama_served import LlamaCppForward, LlamaCppTrans
 
 TASKS = ("translation", "sequence-classification")
 _BATCH = 32
+_WINDOW = 2048
 SPLITS = ("test", "dev")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """`score`: BLEU, or accuracy in %. `to_first`: its difference from the first folder, and the ends of its 95 % interval
-    by a paired bootstrap over the texts; None for the first."""
+    """`score`: BLEU, accuracy in %, or perplexity. `to_first`: its difference from the first folder, and the ends of its 95 %
+    interval by a paired bootstrap over the texts or windows; None for the first."""
 
     folder: Path
     bytes: int
@@ -63,16 +69,77 @@ def score_folders(
     for folder in folders:
         say(f"{folder}: {len(texts):,} {scoring.item}")
         measured.append(items_of(folder, recipe.task, texts, recipe.decoding.given()))
-        found = compare({"first": [measured[0]], "this": [measured[-1]]}, scoring.score)[0]
-        results.append(
-            Scored(
-                folder=folder,
-                bytes=bytes_of(folder),
-                score=float(scoring.score(measured[-1].sum(0))),
-                to_first=(found.difference, found.low, found.high) if len(measured) > 1 else None,
-            )
-        )
+        results.append(_scored(folder, measured, scoring.score))
     return scoring.name, len(texts), results
+
+
+def score_windows(
+    folders: Sequence[Path],
+    text: Path,
+    *,
+    window: int | None = None,
+    batch_size: int = 1,
+    say: Callable[[str], Any] = lambda line: None,
+) -> tuple[int, int, list[Scored]]:
+    """(window, number of windows, one `Scored` for each folder): `analysis.window_perplexity` on a UTF-8 text file, which is
+    tokenised as a whole. `window`: None is as many tokens as all models have positions for, at most 2,048.
+
+    Raises ValueError for a folder that is not a causal language model, a window longer than its positions, tokenizers that split
+    the text differently, since perplexity is per token, and a text shorter than two windows; FileNotFoundError.
+    """
+    configs = [language_model_config(folder, ("causal-lm",)) for folder in folders]
+    limits = [max_positions(config.get_text_config(), "decoder") or _WINDOW for config in configs]
+    window = min(_WINDOW, *limits) if window is None else window
+    content, tokens, items, results = "".join(decoded_lines(text)), None, [], []
+    for folder, limit in zip(folders, limits, strict=True):
+        if window > limit:
+            raise ValueError(f"window {window}: {folder} has {limit} positions")
+        if (tokenizer := load_tokenizer(folder)) is None:
+            raise ValueError(f"{folder}: no tokenizer there")
+        ids = tokenizer(content, verbose=False)["input_ids"]
+        tokens = tokens or tokenizer.convert_ids_to_tokens(ids)
+        if tokenizer.convert_ids_to_tokens(ids) != tokens:
+            raise ValueError(f"perplexity is per token, and {folder} splits {text} into other tokens than {folders[0]}")
+        say(f"{folder}: {len(ids):,} tokens")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device())
+        losses = window_losses(model, torch.tensor(ids), window, batch_size=batch_size).numpy()
+        items.append(np.stack([losses, np.ones(len(losses))], axis=1))
+        results.append(_scored(folder, items, perplexity))
+    return window, len(items[0]), results
+
+
+def _scored(folder: Path, measured: Sequence[np.ndarray], score: Callable[[np.ndarray], np.ndarray]) -> Scored:
+    """`measured`: the items of each folder up to this one."""
+    found = compare({"first": [measured[0]], "this": [measured[-1]]}, score)[0]
+    return Scored(
+        folder=folder,
+        bytes=bytes_of(folder),
+        score=float(score(measured[-1].sum(0))),
+        to_first=(found.difference, found.low, found.high) if len(measured) > 1 else None,
+    )
+
+
+def language_model_config(folder: Path, tasks: Sequence[str]) -> Any:
+    """The config of a saved model. Raises ValueError for an exported folder, and unless its class is that of one of these tasks;
+    FileNotFoundError."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: no such folder")
+    if kind := mark_of(folder).get("format"):
+        raise ValueError(f"{folder} is exported to {kind}: give the saved model or variant that it was made of")
+    config = AutoConfig.from_pretrained(folder)
+    classes = (mapped_class(AUTO_CLASSES[task], type(config)) for task in tasks)
+    if not {model_class.__name__ for model_class in classes if model_class} & {*(config.architectures or ())}:
+        raise ValueError(f"{folder} holds {config.architectures or 'no model'}: choose models of {' or '.join(tasks)}")
+    return config
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def perplexity(sums: np.ndarray) -> np.ndarray:
+    """(..., 2) sums of negative log-likelihoods in nats and of their numbers to (...) perplexity."""
+    return np.exp(np.minimum(log_perplexity(sums), 700))
 
 
 def items_of(folder: Path, task: str, split: Any, decoding: Mapping[str, Any]) -> np.ndarray:

@@ -1,43 +1,139 @@
 """`hf-freeze score`."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_freeze import terminal
+from hf_freeze.io import write_whole
 from hf_freeze.lab.cli import options
+
+_NONE = "–"
 
 
 def score(
     folders: Annotated[list[Path], typer.Argument(help="Saved models, variants and exported folders, of one task.")],
-    data: Annotated[Path, typer.Option(help="A recipe, a file or a name: its task, data and decoding are used.")],
-    split: Annotated[str, typer.Option(help="test, or dev to choose among models.")] = "test",
+    data: Annotated[
+        Path | None, typer.Option(help="A recipe, a file or a name: its task, data and decoding are used.")
+    ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option(metavar="TASKS", help="Names of lm-eval's tasks and paths of task files, with commas between them."),
+    ] = None,
+    perplexity: Annotated[
+        Path | None, typer.Option(help="A text file: perplexity in windows, as papers report it for WikiText-2.")
+    ] = None,
+    split: Annotated[str | None, typer.Option(help="--data: test, or dev to choose among models.  [default: test]")] = None,
     settings: options.Settings = None,
+    include: Annotated[Path | None, typer.Option(help="--harness: a folder of more task files.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="--harness: only so many samples of each task.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="--harness, --perplexity: samples or windows in a batch.  [default: 1]")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=2, help="--perplexity: tokens.  [default: the positions of the models, at most 2048]"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file too.")] = None,
 ) -> None:
-    """Score folders on the same texts: BLEU of translators, accuracy of classifiers, and the differences from the first.
+    """Score folders on the same texts, and show the differences from the first with their 95 % intervals.
 
-    Exported folders answer in their engine, so that the loss of an export is counted too. The 95 % interval of a difference
-    covers the choice of texts, not that of another training.
+    --data: BLEU of translators, accuracy of classifiers. Exported folders answer in their engine, so that the loss of an
+    export is counted too. --harness: what lm-eval measures of language models. --perplexity: that of causal language models.
+    An interval covers the choice of texts, samples or windows, which are the same for all folders. It does not cover
+    another training.
 
     Example: hf-freeze score runs/served/row-0-seed-1/model small/served --data served
+
+    Example: hf-freeze score llama llama-small --harness hellaswag,sentences.yaml --limit 200
+
+    Example: hf-freeze score llama llama-small --perplexity wikitext-2-raw-test.txt --window 2048
     """
     from transformers.utils import logging
 
-    from hf_freeze.compression.budget import in_bytes
+    logging.disable_progress_bar()
+    with terminal.one_line_errors():
+        _check(
+            {"--data": data, "--harness": harness, "--perplexity": perplexity},
+            {
+                "--split": (split, ("--data",)),
+                "--set": (settings or None, ("--data",)),
+                "--include": (include, ("--harness",)),
+                "--limit": (limit, ("--harness",)),
+                "--batch-size": (batch_size, ("--harness", "--perplexity")),
+                "--window": (window, ("--perplexity",)),
+            },
+        )
+        if data is not None:
+            results = _on_data(folders, data, settings, split or "test")
+        elif harness is not None:
+            results = _by_harness(folders, harness, include=include, limit=limit, batch_size=batch_size or 1)
+        else:
+            results = _in_windows(folders, perplexity, window=window, batch_size=batch_size or 1)
+        if out is not None:
+            write_whole(out, json.dumps([asdict(one) for one in results], default=str, indent=2) + "\n")
+
+
+def _check(ways: dict[str, Any], others: dict[str, tuple[Any, Sequence[str]]]) -> None:
+    """`ways`: the options of which one is given. `others`: the values of others, and the ways that they belong to."""
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) != 1:
+        raise ValueError(f"{' and '.join(given) or 'nothing to score on'}: give one of {', '.join(ways)}")
+    for name, (value, owners) in others.items():
+        if value is not None and given[0] not in owners:
+            raise ValueError(f"{name} belongs to {' and '.join(owners)}, not to {given[0]}")
+
+
+def _on_data(folders: list[Path], data: Path, settings: list[str] | None, split: str) -> list[Any]:
     from hf_freeze.lab.recipes.load import load_recipe
     from hf_freeze.lab.scored import score_folders
 
-    logging.disable_progress_bar()
-    with terminal.one_line_errors():
-        name, count, results = score_folders(folders, load_recipe(data, settings), split=split, say=terminal.say)
-        rows = []
-        for one in results:
-            difference = ["–", "–"]
-            if one.to_first is not None:
-                middle, low, high = (f"{value:+.1f}" for value in one.to_first)
-                difference = [middle, f"{low} to {high}"]
-            rows.append((one.folder, in_bytes(one.bytes), f"{one.score:.1f}", *difference))
-        headings = ("folder", "size", name, "to the first", "95 % interval")
-        title = f"On the {count:,} texts of the {split} split"
-        terminal.show_table(headings, rows, title=title, numbers=headings[1:])
+    name, count, results = score_folders(folders, load_recipe(data, settings), split=split, say=terminal.say)
+    _show(results, name, "95 % interval", f"On the {count:,} texts of the {split} split", ".1f")
+    return results
+
+
+def _in_windows(folders: list[Path], text: Any, **how: Any) -> list[Any]:
+    from hf_freeze.lab.scored import score_windows
+
+    window, count, results = score_windows(folders, text, **how, say=terminal.say)
+    title = f"On {count:,} windows of {window:,} tokens; the first of each is given, the rest of the text is left out"
+    _show(results, "perplexity", "95 % interval, paired windows", title, ",.2f")
+    return results
+
+
+def _show(results: list[Any], name: str, interval: str, title: str, form: str) -> None:
+    from hf_freeze.compression.budget import in_bytes
+
+    rows = [(one.folder, in_bytes(one.bytes), f"{one.score:{form}}", *_to_first(one, form)) for one in results]
+    headings = ("folder", "size", name, "to the first", interval)
+    terminal.show_table(headings, rows, title=title, numbers=headings[1:])
+
+
+def _by_harness(folders: list[Path], tasks: str, **how: Any) -> list[Any]:
+    from importlib.metadata import version
+
+    from hf_freeze.compression.budget import in_bytes
+    from hf_freeze.lab.harness import score_tasks
+
+    results = score_tasks(folders, tasks, **how, say=terminal.say)
+    rows = []
+    for one in results:
+        error = _NONE if one.error is None else f"{one.error:.4f}"
+        what = (one.task, one.metric, f"{one.samples:,}", one.folder, in_bytes(one.bytes))
+        rows.append((*what, f"{one.value:.4f}", error, *_to_first(one, ".4f")))
+    numbers = ("samples", "size", "value", "standard error", "to the first", "95 % interval, paired samples")
+    headings = ("task", "metric", "samples", "folder", *numbers[1:])
+    terminal.show_table(headings, rows, title=f"By lm-eval {version('lm_eval')}", numbers=numbers)
+    return results
+
+
+def _to_first(one: Any, form: str) -> tuple[str, str]:
+    if one.to_first is None:
+        return _NONE, _NONE
+    middle, low, high = (value if value is None else f"{value:+{form}}" for value in one.to_first)
+    return str(middle), _NONE if low is None else f"{low} to {high}"
