@@ -22,12 +22,16 @@ def score(
     ] = None,
     harness: Annotated[
         str | None,
-        typer.Option(metavar="TASKS", help="Names of lm-eval's tasks and paths of task files, with commas between them."),
+        typer.Option(
+            metavar="TASKS", help="Names of lm-eval's tasks and paths of task files, with commas between them."
+        ),
     ] = None,
     perplexity: Annotated[
         Path | None, typer.Option(help="A text file: perplexity in windows, as papers report it for WikiText-2.")
     ] = None,
-    split: Annotated[str | None, typer.Option(help="--data: test, or dev to choose among models.  [default: test]")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="--data: test, or dev to choose among models.  [default: test]")
+    ] = None,
     settings: options.Settings = None,
     include: Annotated[Path | None, typer.Option(help="--harness: a folder of more task files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="--harness: only so many samples of each task.")] = None,
@@ -121,14 +125,15 @@ def _by_harness(folders: list[Path], tasks: str, **how: Any) -> list[Any]:
     from hf_freeze.lab.harness import score_tasks
 
     results = score_tasks(folders, tasks, **how, say=terminal.say)
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for one in results:
-        error = _NONE if one.error is None else f"{one.error:.4f}"
-        what = (one.task, one.metric, f"{one.samples:,}", one.folder, in_bytes(one.bytes))
-        rows.append((*what, f"{one.value:.4f}", error, *_to_first(one, ".4f")))
-    numbers = ("samples", "size", "value", "standard error", "to the first", "95 % interval, paired samples")
-    headings = ("task", "metric", "samples", "folder", *numbers[1:])
-    terminal.show_table(headings, rows, title=f"By lm-eval {version('lm_eval')}", numbers=numbers)
+        if one.to_first is None:  # the first folder begins a metric
+            rows.append((f"{one.task}, {one.metric}: {one.samples:,} samples", *[""] * 5))
+        error = _NONE if one.error is None else f"{one.error:#.2g}"
+        rows.append((f"  {one.folder}", in_bytes(one.bytes), f"{one.value:#.4g}", error, *_to_first(one, "#.4g")))
+    headings = ("folder", "size", "value", "standard error", "to the first", "95 % interval, paired samples")
+    title = f"By lm-eval {version('lm_eval')}"
+    terminal.show_table(headings, rows, title=title, numbers=headings[1:], optional=("size",))
     return results
 
 
