@@ -97,7 +97,7 @@ def _tasks(tasks: str, include: Path | None) -> tuple[list[str], Any]:
     manager = TaskManager(include_path=folders, include_defaults=len(files) < len(words))
     names = []
     for word in words:
-        found = [word] if word in files else manager.match_tasks([word])
+        found = [_named(word, manager)] if word in files else manager.match_tasks([word])
         if not found:
             near = difflib.get_close_matches(word, manager.all_tasks, n=3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -106,6 +106,12 @@ def _tasks(tasks: str, include: Path | None) -> tuple[list[str], Any]:
     if not names:
         raise ValueError(f"no task in {tasks!r}: give names of lm-eval or paths of .yaml files")
     return names, manager
+
+
+def _named(file: str, manager: Any) -> str:
+    """The name of the task or group in a file, as lm-eval opens no group by its path; the path where another has that name."""
+    known = ((name, entry.yaml_path) for name, entry in manager.task_index.items())
+    return next((name for name, path in known if path and path.resolve() == Path(file).resolve()), file)
 
 
 def _score(folder: Path, task: str, key: str, loaded: Any, first: Mapping, result: Mapping) -> TaskScore:

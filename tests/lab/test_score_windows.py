@@ -2,6 +2,7 @@
 
 import json
 import math
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.small import small_config
 from support.text import SOURCE, TARGET, fast_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
-from hf_freeze import make_variant, methods
+from hf_freeze import install, make_variant, methods
 from hf_freeze.lab.scored import score_windows
 
 
@@ -128,3 +129,11 @@ def test_wrong_inputs_are_refused_in_one_line(place, tmp_path):
 )
 def test_options_of_another_way_to_score_are_refused(arguments, message):
     assert message in one_line_error("score", "folder", *arguments)
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(install, "find_spec", lambda package: None if package == "lm_eval" else find_spec(package))
+    assert one_line_error("score", "folder", "--harness", "hellaswag") == (
+        "Error: hf-freeze score --harness needs the package lm_eval, which is missing; from a clone: pip install -c "
+        'constraints.txt -e ".[other-tools]"'
+    )
