@@ -57,7 +57,7 @@ def score_tasks(
     Raises MissingExtra without lm-eval; FileNotFoundError; ValueError for an exported folder, one that is no language model, an
     unknown task, and one that cannot be loaded.
     """
-    require("other-tools", "hf-freeze score --harness", "lm_eval")
+    require("other-tools", "`hf-freeze score --harness`", "lm_eval")
     for folder in folders:
         language_model_config(folder, ("causal-lm", "seq2seq-lm"))
     names, manager = _tasks(tasks, include)

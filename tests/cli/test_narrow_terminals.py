@@ -1,5 +1,6 @@
 """What commands print in narrow terminals: no word and no number is broken, and what is left out is told."""
 
+import importlib.metadata
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,10 @@ from typer.testing import CliRunner
 
 from hf_freeze import make_variant, terminal
 from hf_freeze.cli import app
-from hf_freeze.lab import scored
+from hf_freeze.lab import harness, scored
 from hf_freeze.lab.cli.report import _print_rows
 from hf_freeze.lab.cli.search import _print_front, _print_scores
+from hf_freeze.lab.harness import TaskScore
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.scored import Scored
 from hf_freeze.methods import FFNPruning, Freeze, LowRank, VocabularyTrimming
@@ -142,6 +144,18 @@ def test_score(tables, monkeypatch, tmp_path):
     )
     monkeypatch.setattr(scored, "score_folders", lambda *args, **kwargs: results)
     check(printed_by("score", tmp_path, "--data", "served"), tables)
+
+
+def test_score_by_lm_eval(tables, monkeypatch, tmp_path):
+    one = {"bytes": 117_254_312, "task": "own_task", "metric": "word_perplexity", "samples": 1000, "value": 30.25}
+    results = [
+        TaskScore(folder=Path("runs/served/row-0-seed-1/model"), error=0.25, to_first=None, **one),
+        TaskScore(folder=Path("small/served"), error=None, to_first=(-0.25, -1.5, 0.75), **one),
+        TaskScore(folder=Path("small/other"), error=None, to_first=(-0.25, None, None), **one),
+    ]
+    monkeypatch.setattr(harness, "score_tasks", lambda *args, **kwargs: results)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.4.13")  # which need not be installed
+    check(printed_by("score", tmp_path, "--harness", "own_task"), tables)
 
 
 def test_report_and_search(tables, tmp_path, capsys):

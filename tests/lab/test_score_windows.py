@@ -134,6 +134,6 @@ def test_options_of_another_way_to_score_are_refused(arguments, message):
 def test_without_lm_eval_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(install, "find_spec", lambda package: None if package == "lm_eval" else find_spec(package))
     assert one_line_error("score", "folder", "--harness", "hellaswag") == (
-        "Error: hf-freeze score --harness needs the package lm_eval, which is missing; from a clone: pip install -c "
+        "Error: `hf-freeze score --harness` needs the package lm_eval, which is missing; from a clone: pip install -c "
         'constraints.txt -e ".[other-tools]"'
     )

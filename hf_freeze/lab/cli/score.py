@@ -30,26 +30,27 @@ def score(
         Path | None, typer.Option(help="A text file: perplexity in windows, as papers report it for WikiText-2.")
     ] = None,
     split: Annotated[
-        str | None, typer.Option(help="--data: test, or dev to choose among models.  [default: test]")
+        str | None, typer.Option(help="With --data: test, or dev to choose among models.  [default: test]")
     ] = None,
     settings: options.Settings = None,
-    include: Annotated[Path | None, typer.Option(help="--harness: a folder of more task files.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="--harness: only so many samples of each task.")] = None,
+    include: Annotated[Path | None, typer.Option(help="With lm-eval: a folder of more task files.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With lm-eval: only so many samples of each task.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="--harness, --perplexity: samples or windows in a batch.  [default: 1]")
+        int | None,
+        typer.Option(min=1, help="With lm-eval or --perplexity: samples or windows in a batch.  [default: 1]"),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(min=2, help="--perplexity: tokens.  [default: the positions of the models, at most 2048]"),
+        typer.Option(min=2, help="With --perplexity: tokens.  [default: the positions of the models, at most 2048]"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file too.")] = None,
 ) -> None:
     """Score folders on the same texts, and show the differences from the first with their 95 % intervals.
 
-    --data: BLEU of translators, accuracy of classifiers. Exported folders answer in their engine, so that the loss of an
-    export is counted too. --harness: what lm-eval measures of language models. --perplexity: that of causal language models.
-    An interval covers the choice of texts, samples or windows, which are the same for all folders. It does not cover
-    another training.
+    One of three: with `--data`, BLEU of translators and accuracy of classifiers, also of exported folders, which answer in
+    their engine, so that the loss of an export is counted too. With `--harness`, lm-eval's tasks for language models. With
+    `--perplexity`, windows of a text for causal language models. The interval covers the choice of texts, samples or
+    windows, which all folders share. It does not cover another training.
 
     Example: hf-freeze score runs/served/row-0-seed-1/model small/served --data served
 
