@@ -34,5 +34,5 @@ def window_losses(model: torch.nn.Module, ids: Tensor, window: int, *, batch_siz
 
 
 def window_perplexity(model: torch.nn.Module, ids: Tensor, window: int, *, batch_size: int = 1) -> float:
-    """exp of the mean of `window_losses` for (T,) `ids`: each predicted token counts the same. Arguments and errors are the same."""
+    """exp of the mean of `window_losses`, for (T,) `ids`: every predicted token counts the same. Raises the same ValueErrors."""
     return float(window_losses(model, ids, window, batch_size=batch_size).mean().exp())

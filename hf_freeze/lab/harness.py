@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,7 @@ def score_tasks(
         loaded = manager.load(names)["tasks"]
     except Exception as error:  # a task file, its code and its data raise errors of any kind
         raise ValueError(f"{tasks}: cannot be loaded by lm-eval: {error}") from error
-    import lm_eval
-
+    lm_eval: Any = import_module("lm_eval")
     measured = []
     for folder in folders:
         say(f"{folder}: {', '.join(loaded)}")
@@ -84,8 +84,6 @@ def score_tasks(
 
 def _tasks(tasks: str, include: Path | None) -> tuple[list[str], Any]:
     """Names and files, and the TaskManager that knows them."""
-    from lm_eval.tasks import TaskManager
-
     if include is not None and not include.is_dir():
         raise FileNotFoundError(f"{include}: no such folder")
     words = [word for word in map(str.strip, tasks.split(",")) if word]
@@ -94,7 +92,7 @@ def _tasks(tasks: str, include: Path | None) -> tuple[list[str], Any]:
         if not Path(file).is_file():
             raise FileNotFoundError(f"{file}: no such task file")
     folders = [*([include] if include else []), *(Path(file).parent for file in files)]
-    manager = TaskManager(include_path=folders, include_defaults=len(files) < len(words))
+    manager = import_module("lm_eval.tasks").TaskManager(include_path=folders, include_defaults=len(files) < len(words))
     names = []
     for word in words:
         found = [_named(word, manager)] if word in files else manager.match_tasks([word])
@@ -138,8 +136,7 @@ def _interval(
     task: str, metric: str, chosen: str, loaded: Any, first: Mapping, result: Mapping
 ) -> tuple[float | None, float | None]:
     """The 95 % interval of the difference, by samples that both models answered; (None, None) where there is none."""
-    from lm_eval.api import metrics
-
+    metrics = import_module("lm_eval.api.metrics")
     aggregation = loaded and loaded.aggregation().get(metric, metrics.mean)
     score = next((_SCORES[name] for name in _SCORES if getattr(metrics, name) is aggregation), None)
     if score is None:

@@ -101,8 +101,8 @@ def score_windows(
         if tokenizer.convert_ids_to_tokens(ids) != tokens:
             raise ValueError(f"perplexity is per token, and {folder} splits {text} into other tokens than {folders[0]}")
         say(f"{folder}: {len(ids):,} tokens")
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device())
-        losses = window_losses(model, torch.tensor(ids), window, batch_size=batch_size).numpy()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        losses = window_losses(model.to(device()), torch.tensor(ids), window, batch_size=batch_size).numpy()
         items.append(np.stack([losses, np.ones(len(losses))], axis=1))
         results.append(_scored(folder, items, perplexity))
     return window, len(items[0]), results

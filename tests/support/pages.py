@@ -31,6 +31,7 @@ _RUN_FOR_REAL = {
     "card",
     "trim",
     "export",
+    "score",
     "methods",
     "architectures",
     "--version",
@@ -152,6 +153,8 @@ def _check_ours(arguments: list[str], folder: Path) -> None:
         context = commands[name].make_context(name, arguments[1:])  # parses; runs nothing
         if name in ("run", "search"):
             _load_recipe_of_command(context.params)
+    if "--harness" in arguments and find_spec("lm_eval") is None:
+        return
     if name in _RUN_FOR_REAL and not any(map(_PLACEHOLDER.fullmatch, arguments)):
         cli(*arguments)
 

@@ -54,9 +54,9 @@ def score(
 
     Example: hf-freeze score runs/served/row-0-seed-1/model small/served --data served
 
-    Example: hf-freeze score llama llama-small --harness hellaswag,sentences.yaml --limit 200
+    Example: hf-freeze score MODEL small --harness hellaswag,sentences.yaml --limit 200
 
-    Example: hf-freeze score llama llama-small --perplexity wikitext-2-raw-test.txt --window 2048
+    Example: hf-freeze score MODEL small --perplexity FILE --window 2048
     """
     from transformers.utils import logging
 
