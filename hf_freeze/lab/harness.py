@@ -151,10 +151,7 @@ def _interval(
     )
     if not one or one.keys() != other.keys():
         return None, None
-    pairs = [(one[number], other[number]) for number in one]
-    items = [
-        np.array([value if isinstance(value, tuple) else (value, 1) for value in values], float)
-        for values in zip(*pairs, strict=True)
-    ]
+    values = [[each[number] for number in one] for each in (one, other)]
+    items = [np.array([value if isinstance(value, tuple) else (value, 1) for value in each], float) for each in values]
     found = compare({"first": [items[0]], "this": [items[1]]}, score)[0]
     return found.low, found.high

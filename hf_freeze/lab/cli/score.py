@@ -18,7 +18,7 @@ _NONE = "–"
 def score(
     folders: Annotated[list[Path], typer.Argument(help="Saved models, variants and exported folders, of one task.")],
     data: Annotated[
-        Path | None, typer.Option(help="A recipe, a file or a name: its task, data and decoding are used.")
+        str | None, typer.Option(help="A recipe, a file or a name: its task, data and decoding are used.")
     ] = None,
     harness: Annotated[
         str | None,
@@ -30,18 +30,18 @@ def score(
         Path | None, typer.Option(help="A text file: perplexity in windows, as papers report it for WikiText-2.")
     ] = None,
     split: Annotated[
-        str | None, typer.Option(help="With --data: test, or dev to choose among models.  [default: test]")
+        str | None, typer.Option(help="With --data: test (the default), or dev to choose among models.")
     ] = None,
     settings: options.Settings = None,
     include: Annotated[Path | None, typer.Option(help="With lm-eval: a folder of more task files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="With lm-eval: only so many samples of each task.")] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="With lm-eval or --perplexity: samples or windows in a batch.  [default: 1]"),
+        typer.Option(min=1, help="With lm-eval or --perplexity: samples or windows in a batch, 1 by default."),
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(min=2, help="With --perplexity: tokens.  [default: the positions of the models, at most 2048]"),
+        typer.Option(min=2, help="With --perplexity: tokens; by default the positions of the models, at most 2048."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file too.")] = None,
 ) -> None:
@@ -93,7 +93,7 @@ def _check(ways: dict[str, Any], others: dict[str, tuple[Any, Sequence[str]]]) -
             raise ValueError(f"{name} belongs to {' and '.join(owners)}, not to {given[0]}")
 
 
-def _on_data(folders: list[Path], data: Path, settings: list[str] | None, split: str) -> list[Any]:
+def _on_data(folders: list[Path], data: str, settings: list[str] | None, split: str) -> list[Any]:
     from hf_freeze.lab.recipes.load import load_recipe
     from hf_freeze.lab.scored import score_folders
 
