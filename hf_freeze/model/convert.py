@@ -120,7 +120,7 @@ class _Job:
 
 def _write(source: Path, out: Path, job: _Job, max_shard_size: str, say: Callable[[str], Any]) -> Path:
     """Write what `job` makes of the model of `source` to `out`. See `convert`."""
-    shard_bytes = _bytes_of(max_shard_size)
+    shard_bytes = bytes_of_shard(max_shard_size)
     if out.exists():
         raise ValueError(f"{out} exists already: choose another folder, or remove it")
     say(f"checking {source}")
@@ -216,7 +216,8 @@ def _header(file: Path) -> dict[str, tuple[str, list[int]]]:
         raise ValueError(f"{file} is truncated or no safetensors file: {error}") from error
 
 
-def _bytes_of(size: str) -> int:
+def bytes_of_shard(size: str) -> int:
+    """Such as of "1GB". Raises ValueError for another notation."""
     match = re.fullmatch(r"(\d+)(KB|MB|GB)", size)
     if match is None or int(match[1]) == 0:
         raise ValueError(f"max_shard_size={size!r}: write a number and one of {list(_UNITS)}, such as '500MB'")

@@ -105,7 +105,7 @@ class _Transformers:
         from hf_freeze.publish.export.runners import thread_options
 
         torch.set_num_threads(settings["threads"])
-        if mark.get("format") in (None, "dense"):
+        if mark.get("format") in (None, "dense", "compressed-tensors"):
             self.engine = "PyTorch"
             self.model: Any = load_model(folder).eval()
             self.task = task_of(self.model)

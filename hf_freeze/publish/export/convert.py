@@ -16,9 +16,11 @@ from hf_freeze.compat.pipelines import max_positions
 from hf_freeze.io import holds_files, whole_folder
 from hf_freeze.methods.checks import check_share
 from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.convert import bytes_of_shard
 from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.publish.export import (
     aotinductor,
+    compressed_tensors,
     ctranslate2,
     executorch,
     gguf,
@@ -42,7 +44,7 @@ _COMPARED = 10  # one in so many texts is kept out, if a format learns from the 
 def _write_dense(export: Export, folder: Path) -> None:
     """Write the native model that `merge()` returns, in the dtype `export.quantization` if it is set."""
     dtype = None if export.quantization is None else getattr(torch, export.quantization)
-    export.model.to(dtype).save_pretrained(folder)
+    export.model.to(dtype).save_pretrained(folder, max_shard_size=export.max_shard_size)
 
 
 FORMATS = {
@@ -54,6 +56,7 @@ FORMATS = {
     "ctranslate2": ctranslate2.FORMAT,
     "transformers-js": transformers_js.FORMAT,
     "gguf": gguf.FORMAT,
+    "compressed-tensors": compressed_tensors.FORMAT,
     "static": static_table.FORMAT,
     "dense": Format(_write_dense, quantizations=("float16", "bfloat16", "float32"), keeps_structure=False),
 }
@@ -69,6 +72,7 @@ def export_model(
     texts: Iterable[Any] | None = None,
     min_fidelity: float | None = None,
     page: bool = False,
+    max_shard_size: str = "1GB",
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
     """Write the model of a directory or Hub id in another format; returns the folder, which needs no hf_freeze.
@@ -106,6 +110,7 @@ def export_model(
             compared, texts = compared[::_COMPARED], [text for i, text in enumerate(compared) if i % _COMPARED]
     if is_calibrated:
         recording.check(str(quantization), texts)
+    bytes_of_shard(max_shard_size)
     for package in kind.packages:
         require(package, format)
     folder = _destination(source, "-".join(filter(None, (format, quantization))), out)
@@ -120,7 +125,7 @@ def export_model(
     if is_calibrated:
         recording.check_model(model, tokenizer, str(quantization))
     model, row_steps = _prepared(model, format, quantization, say)
-    export = Export(model, task, tokenizer, quantization, say, texts, row_steps, source)
+    export = Export(model, task, tokenizer, quantization, say, texts, row_steps, source, max_shard_size)
     with whole_folder(folder) as written:
         kind.write(export, written)
         _write_beside(export, source, format, written)
@@ -149,7 +154,7 @@ def _prepared(
     kind, row_steps = FORMATS[format], {}
     if not isinstance(model, VariantMixin):
         return (model if kind.after_merge is None else kind.after_merge(model)), row_steps
-    if kind.keeps_structure:
+    if kind.keeps_structure or not kind.merges:
         return _finished(model), row_steps
     if any(method.facts.finalizable and method.facts.stores for method in model.methods):
         model.finalize()

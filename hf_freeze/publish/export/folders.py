@@ -28,6 +28,7 @@ class Export:
     # Of what was quantised before: `trained_grid.steps_of_rows`.
     row_steps: dict[bytes, float] = field(default_factory=dict)
     source: str | os.PathLike[str] = ""  # the directory or Hub id
+    max_shard_size: str = "1GB"  # of safetensors
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class Format:
 
     `packages`: what it needs. `quantizations`: types of weights; those in `calibrated` need texts, those in `round_inputs` round
     the inputs of linears too. `tasks`: model type -> tasks; None: all of every family. `keeps_structure`: the methods of a
-    variant stay; otherwise they are merged, and `after_merge` makes the native model smaller without changing its outputs.
-    `learns`: whether texts change what it writes. `is_complete`: whether it writes all but the tokenizer. `for_browsers`: the
-    folder opens in a browser alone.
+    variant stay; otherwise they are merged, and `after_merge` makes the native model smaller without changing its outputs; where
+    `merges` is False, `write` merges them. `learns`: whether texts change what it writes. `is_complete`: whether it writes all
+    but the tokenizer. `for_browsers`: the folder opens in a browser alone.
     """
 
     write: Callable[[Export, Path], None]
@@ -49,6 +50,7 @@ class Format:
     tasks: Mapping[str, tuple[str, ...]] | None = None
     needs_tokenizer: bool = False
     keeps_structure: bool = True
+    merges: bool = True
     after_merge: Callable[[Any], Any] | None = None
     learns: bool = False
     is_complete: bool = False

@@ -49,7 +49,7 @@ def opened(source: str | os.PathLike[str], tokenizer: Any = None) -> Served:
         model = LlamaCppTranslator(folder) if task == "seq2seq-lm" else LlamaCppForward(folder, task)
     elif kind == "static":
         model = StaticForward(folder)
-    elif kind in (None, "dense"):
+    elif kind in (None, "dense", "compressed-tensors"):
         model = load_model(source).float().eval()
         task = task_of(model)
     else:
