@@ -14,8 +14,8 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            help="onnx, openvino, torch (.pt2 files), aotinductor, executorch, ctranslate2, gguf (llama.cpp), transformers-js "
-            "(browsers), static (vectors of tokens), or dense (without hf_freeze)."
+            help="onnx, openvino, torch (.pt2 files), aotinductor, executorch, ctranslate2, gguf (llama.cpp), "
+            "compressed-tensors (vLLM), transformers-js (browsers), static (vectors of tokens), or dense (without hf_freeze)."
         ),
     ],
     quantization: Annotated[
@@ -41,6 +41,10 @@ def export(
             "--page", help="With transformers-js: a web page that runs the model, for any static host. Needs npm."
         ),
     ] = False,
+    max_shard_size: Annotated[
+        str,
+        typer.Option(help="Largest file of dense and compressed-tensors; the latter keeps about as much in memory."),
+    ] = "1GB",
     out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the folder even if it holds no earlier export.")
@@ -51,6 +55,8 @@ def export(
     Example: hf-freeze export runs/small-translator/row-tt-seed-1/model --format onnx --quantization int8
 
     Example: hf-freeze export MODEL --format onnx --quantization int8 --texts held-out.txt --min-fidelity 0.98
+
+    Example: hf-freeze export MODEL --format compressed-tensors --quantization int4
 
     Example: hf-freeze export MODEL --format transformers-js --page
     """
@@ -66,6 +72,7 @@ def export(
             "texts": lines,
             "say": terminal.say,
             "page": page,
+            "max_shard_size": max_shard_size,
         }
         folder = export_model(model, format, min_fidelity=min_fidelity, **options)
         terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

@@ -24,6 +24,7 @@ from hf_freeze import surgery
 from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.architectures.base import LINEAR_COMPONENTS, full_name
 from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.compat.transformers import is_quantized
 from hf_freeze.layers.grids import GROUP, Grid
 from hf_freeze.layers.quantized import Quantized, QuantizedLinear
 from hf_freeze.model.build import VariantMixin
@@ -43,6 +44,8 @@ def write(export: Export, folder: Path) -> None:
     model of which nothing is rounded.
     """
     model = export.model
+    if is_quantized(model):
+        raise ValueError(f"{export.source} is quantized already")
     with (
         tempfile.TemporaryDirectory(dir=folder) as parts,
         Paged(Path(parts), bytes_of_shard(export.max_shard_size)) as paged,
@@ -65,7 +68,7 @@ def write(export: Export, folder: Path) -> None:
         native.save_pretrained(folder, max_shard_size=export.max_shard_size)
     if (large := stored_bytes(native)) > 1.01 * (small := stored_bytes(model)):
         export.say(
-            f"{_NAME} holds integers of linears alone: {large / 1e6:.2f} MB of weights instead of {small / 1e6:.2f}"
+            f"{_NAME} has dense tables and groups of one size: {large / 1e6:.2f} MB of weights instead of {small / 1e6:.2f}"
         )
     if others := sorted({group for _, group in groups} - {*_VLLM_GROUPS}):
         export.say(
@@ -82,7 +85,7 @@ def _merged(variant: Any, paged: Paged) -> Any:
     try:
         return variant.merge()
     except ValueError as error:
-        raise ValueError(f"{_NAME} cannot hold this model: {error}") from error
+        raise ValueError(f"{_NAME} cannot hold this model: {error}; choose --format onnx") from error
 
 
 @torch.no_grad()
@@ -90,37 +93,40 @@ def _rounded(model: Any, native: Any, width: str | None) -> Iterator[tuple[str, 
     """(name, int8 numbers (O, I), steps (O, G), grid) of each linear in the layers of `native`: with the integers of `model`, or
     rounded to `width` where it has none, if that is given."""
     architecture = architecture_of(native.config)
+    if architecture.experts(native.config):
+        raise ValueError(
+            f"{_NAME}: transformers opens no {architecture.model_type} whose experts are dense and its other linears integers; "
+            "choose --format onnx"
+        )
     linears = surgery.linear_names(architecture, native.config, LINEAR_COMPONENTS, None)
     names = [full_name(native, name) for name in linears]
     tables = surgery.vocabulary_modules(model, architecture)
     holders: dict[str, Any] = {
         name: module for name, module in model.named_modules() if isinstance(module, Quantized) and name not in tables
     }
-    for name, holder in holders.items():
-        if name not in names or not _is_same(holder, native.get_submodule(name)):
+    for name in dict.fromkeys((*holders, *(names if width is not None else ()))):
+        linear, holder = native.get_submodule(name) if name in names else None, holders.get(name)
+        if holder is not None and not _is_same(holder, linear):
             raise ValueError(
                 f"{_NAME} has no place for the integers of {name!r}, which are not those of a linear of "
                 f"{type(native).__name__}: run hf-freeze merge, and export that folder with --quantization int8 or int4"
             )
-    for name in names if width is not None else [name for name in names if name in holders]:
-        linear, holder = native.get_submodule(name), holders.get(name)
         if not isinstance(linear, nn.Linear):
             raise ValueError(
                 f"{_NAME} has no {type(linear).__name__}, which {name!r} of {type(native).__name__} is; choose --format gguf or "
                 "onnx"
             )
-        grid = _GRIDS[str(width)] if holder is None else holder.grid
         if holder is not None:
-            numbers, steps = holder.integers(), holder.steps()
-        else:
-            steps = grid.steps(linear.weight).to(linear.weight.dtype).float()  # as they are stored
-            numbers = grid.numbers(linear.weight, steps).to(torch.int8)
-        yield name, numbers, steps, grid
+            yield name, holder.integers(), holder.steps(), holder.grid
+            continue
+        grid = _GRIDS[str(width)]
+        steps = grid.steps(linear.weight).to(linear.weight.dtype).float()  # as they are stored
+        yield name, grid.numbers(linear.weight, steps).to(torch.int8), steps, grid
 
 
 def _is_same(holder: Quantized, linear: Any) -> bool:
-    """Whether the native linear has the weights of the integers, with steps for whole rows or for groups of inputs."""
-    if not isinstance(holder, QuantizedLinear) or not isinstance(holder.grid, Grid):
+    """Whether a native linear has the weights of the integers, whose steps are for rows or for groups of inputs."""
+    if linear is None or not isinstance(holder, QuantizedLinear) or not isinstance(holder.grid, Grid):
         return False
     return torch.equal(holder.dense_weight(), surgery.effective_weight(linear))
 
@@ -140,7 +146,7 @@ class _Packed(nn.Module):
         if self.group is not None:
             steps = steps.repeat_interleave(GROUP // self.group, 1)[:, : columns // self.group]
         self.register_buffer("weight_packed", _packed(numbers, self.bits))
-        self.register_buffer("weight_scale", steps.to(linear.weight.dtype))
+        self.register_buffer("weight_scale", steps.to(linear.weight.dtype, copy=True))  # layers may share them
         self.register_buffer("weight_shape", torch.tensor(numbers.shape))
         self.bias = linear.bias
 
@@ -161,8 +167,9 @@ def _config(native: Any, groups: dict[tuple[int, int | None], list[str]]) -> dic
         strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
         weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **strategy}
         schemes[f"group_{number}"] = {"targets": ["Linear"] if len(groups) == 1 else names, "weights": weights}
-    # transformers decompresses in the first forward of the model, but an encoder-decoder generates by that of its encoder.
-    early = {"dequantize": True} if native.config.is_encoder_decoder else {}
+    # Else transformers computes the dense weights in the first call of the model, which `generate` of an encoder-decoder and
+    # sentence-transformers go around. Where there are several groups, it would read all as the first one here.
+    early = {"dequantize": True} if len(groups) == 1 else {}
     return {
         "quant_method": _NAME,
         "format": "pack-quantized",

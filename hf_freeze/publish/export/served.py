@@ -50,7 +50,7 @@ def opened(source: str | os.PathLike[str], tokenizer: Any = None) -> Served:
     elif kind == "static":
         model = StaticForward(folder)
     elif kind in (None, "dense", "compressed-tensors"):
-        model = load_model(source).float().eval()
+        model = load_model(source, dtype=torch.float32).eval()
         task = task_of(model)
     else:
         model = CLASSES[task].from_pretrained(folder, engine=thread_options(kind, torch.get_num_threads()))
