@@ -11,11 +11,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.processes import printed_by
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from hf_freeze import make_variant, methods
 from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.data import train_tokenizer
+from hf_freeze.model import paging
+from hf_freeze.model.convert import convert
 from hf_freeze.publish.export import export_model
 from hf_freeze.publish.export.compressed_tensors import _packed
 
@@ -304,3 +306,25 @@ def test_what_tables_and_small_groups_cost_is_said(tmp_path: Path) -> None:
     exported(model, tmp_path, say=said.append)
     assert any(text.startswith("compressed-tensors has dense tables and groups of one size: ") for text in said)
     assert any("steps are for 8 inputs each" in text and "vLLM has no such groups" in text for text in said)
+
+
+@pytest.mark.parametrize("changes", [[], [INT4]])
+def test_what_is_made_lies_in_files(changes: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is saved, no large tensor of the model is in memory of the process."""
+    save, outside = PreTrainedModel.save_pretrained, []
+    native("llama").save_pretrained(tmp_path / "native")
+    source = convert(tmp_path / "native", tmp_path / "variant", changes) if changes else tmp_path / "native"
+
+    def saving(model: Any, *arguments: Any, **options: Any) -> None:
+        ranges = paging._file_ranges()
+        for name, tensor in model.state_dict().items():
+            if not any(start <= tensor.data_ptr() < end for start, end in ranges):
+                outside.append((name, tensor.nbytes))
+        save(model, *arguments, **options)
+
+    monkeypatch.setattr(paging, "_SMALL", 1024)
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", saving)
+    options: dict[str, Any] = {} if changes else {"quantization": "int4"}
+    export_model(source, "compressed-tensors", out=tmp_path / "out", **options)
+    assert len(outside) >= 14  # shapes
+    assert max(nbytes for _, nbytes in outside) <= 1024
