@@ -43,7 +43,7 @@ def export(
     ] = False,
     max_shard_size: Annotated[
         str,
-        typer.Option(help="Largest file of dense and compressed-tensors; the latter keeps about as much in memory."),
+        typer.Option(help="Largest file of dense and compressed-tensors, which keeps about as much in memory."),
     ] = "1GB",
     out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
     force: Annotated[

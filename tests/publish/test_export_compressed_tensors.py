@@ -277,10 +277,10 @@ def test_what_opens_as_integers_is_not_packed_again(cases: Any, tmp_path: Path) 
             "marian",
             [
                 methods.Quantize(weights="int8", components=["attention"]),
-                methods.Quantize(weights="int4", components=["ffn"]),
+                methods.Quantize(weights="int8", components=["ffn"], granularity="group-64"),
             ],
             None,
-            r"one kind of integers in an encoder-decoder, and this MarianMTModel has \[\(4, None\), \(8, None\)\]",
+            "must have one number of bits and one size of groups, and this MarianMTModel has 2 kinds of linears",
         ),
     ],
 )

@@ -3,7 +3,7 @@
 integers and their inputs are not rounded.
 
 Of the linears of layers, the integers of a Quantize are kept as they are, and other weights are rounded to the nearest. Tables,
-the output matrix and all else stay numbers of the model's dtype. So are the steps, as the readers demand. The writer needs no
+the output matrix and everything else keep the dtype of the model. The steps get it too, as readers demand. The writer needs no
 package.
 
 Shapes: O outputs, I inputs, G steps of a row.
@@ -52,8 +52,8 @@ def write(export: Export, folder: Path) -> None:
     ):
         native = _merged(model, paged) if isinstance(model, VariantMixin) else model
         groups: dict[tuple[int, int | None], list[str]] = defaultdict(list)
-        for name, *values in _rounded(model, native, export.quantization):
-            linear = _Packed(native.get_submodule(name), *values)
+        for name, numbers, steps, grid in _rounded(model, native, export.quantization):
+            linear = _Packed(native.get_submodule(name), numbers, steps, grid)
             paged.move(linear)
             native.set_submodule(name, linear)
             groups[linear.bits, linear.group].append(name)
@@ -61,7 +61,8 @@ def write(export: Export, folder: Path) -> None:
             raise ValueError(f"{_NAME} holds integers, and this model has none: add --quantization int8 or int4")
         if native.config.is_encoder_decoder and len(groups) > 1:
             raise ValueError(
-                f"{_NAME} reads one kind of integers in an encoder-decoder, and this {type(native).__name__} has {sorted(groups)}"
+                f"{_NAME}: an encoder-decoder must have one number of bits and one size of groups, and this "
+                f"{type(native).__name__} has {len(groups)} kinds of linears; quantise all alike"
             )
         native.config.quantization_config = _config(native, groups)
         export.say(f"writing {sum(map(len, groups.values()))} linears as integers")
@@ -70,7 +71,7 @@ def write(export: Export, folder: Path) -> None:
         export.say(
             f"{_NAME} has dense tables and groups of one size: {large / 1e6:.2f} MB of weights instead of {small / 1e6:.2f}"
         )
-    if others := sorted({group for _, group in groups} - {*_VLLM_GROUPS}):
+    if others := [group for _, group in groups if group not in _VLLM_GROUPS]:
         export.say(
             f"steps are for {others[0]} inputs each, since rows are no multiple of {GROUP}: vLLM has no such groups"
         )
@@ -134,8 +135,8 @@ def _is_same(holder: Quantized, linear: Any) -> bool:
 class _Packed(nn.Module):
     """What the file has of a linear: `weight_packed` int32 (O, ⌈I · bits / 32⌉), `weight_scale` (O, G) and `weight_shape` (2,).
 
-    `group`: the number of inputs that share a step; None: all. Groups must have one size, so they are parts of ours where 64 is
-    no divisor of I.
+    `group`: the number of inputs that share a step; None: all. Groups must have one size, so those of 64 are split where
+    64 is no divisor of I.
     """
 
     def __init__(self, linear: nn.Linear, numbers: Tensor, steps: Tensor, grid: Grid) -> None:
@@ -167,8 +168,8 @@ def _config(native: Any, groups: dict[tuple[int, int | None], list[str]]) -> dic
         strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
         weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **strategy}
         schemes[f"group_{number}"] = {"targets": ["Linear"] if len(groups) == 1 else names, "weights": weights}
-    # Else transformers computes the dense weights in the first call of the model, which `generate` of an encoder-decoder and
-    # sentence-transformers go around. Where there are several groups, it would read all as the first one here.
+    # transformers then makes dense weights when it opens the folder, but reads all as the first group. Otherwise it makes them in
+    # the first call of the model, which `generate` of an encoder-decoder goes around, as sentence-transformers does.
     early = {"dequantize": True} if len(groups) == 1 else {}
     return {
         "quant_method": _NAME,

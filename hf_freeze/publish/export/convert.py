@@ -87,7 +87,7 @@ def export_model(
     `onnx`, `openvino`, `torch`, `aotinductor` and `executorch` keep the methods of a variant: what is smaller stays smaller. For
     `ctranslate2` and `dense` they are merged, and `say` gets what that costs in bytes. `compressed-tensors` merges all but the
     integers of linears. The exported model is compared with PyTorch before it is quantized. `max_shard_size`: of each file of
-    `dense` and `compressed-tensors`; the latter keeps about as much in memory. `page`: for `transformers-js`, also write a web
+    `dense` and `compressed-tensors`, which keeps about as much in memory. `page`: for `transformers-js`, also write a web
     page that runs the model, with the runtime, which npm gets.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
