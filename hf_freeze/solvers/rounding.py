@@ -13,6 +13,7 @@ P = H⁻¹ = UᵀU and U upper triangular, rounding column j to q changes the la
 Shapes: O outputs, I inputs, B columns that share a step, G steps of a row.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from hf_freeze.solvers.moments import Moments, cholesky, inverse, problem
 
 _BLOCK = 128  # columns between two updates of all later ones
+_PART = 16  # columns of a block between two updates of the rest of the block
 
 
 class Grid(Protocol):
@@ -134,15 +136,25 @@ def _in_order(target: Tensor, gram: Tensor, grid: Grid, size: int) -> tuple[Tens
         for first in range(start, stop, _BLOCK):
             last = min(first + _BLOCK, stop)
             block, errors = w[:, first:last], w.new_empty(len(w), last - first)
-            for j in range(last - first):
-                column, row = block[:, j : j + 1], u[first + j : first + j + 1, first + j : last]
-                number = grid.numbers(column, step)
-                numbers[:, first + j] = number[:, 0]
-                errors[:, j : j + 1] = (column - number * step) / row[:, :1]
-                block[:, j:].addmm_(errors[:, j : j + 1], row, alpha=-1)
+            for begin, end in _parts(last - first):
+                for j in range(begin, end):
+                    column, row = block[:, j : j + 1], u[first + j : first + j + 1, first + j : first + end]
+                    number = grid.numbers(column, step)
+                    numbers[:, first + j] = number[:, 0]
+                    errors[:, j : j + 1] = (column - number * step) / row[:, :1]
+                    block[:, j:end].addmm_(errors[:, j : j + 1], row, alpha=-1)
+                block[:, end:].addmm_(
+                    errors[:, begin:end], u[first + begin : first + end, first + end : last], alpha=-1
+                )
             w[:, last:].addmm_(errors, u[first:last, last:], alpha=-1)
         start = stop
     return numbers[:, order.argsort()], steps
+
+
+def _parts(columns: int) -> Iterator[tuple[int, int]]:
+    """(first, after the last) of the parts of a block."""
+    for begin in range(0, columns, _PART):
+        yield begin, min(begin + _PART, columns)
 
 
 def _ordered(diagonal: Tensor, size: int) -> list[Tensor]:
@@ -171,12 +183,14 @@ def _descend(target: Tensor, gram: Tensor, numbers: Tensor, steps: Tensor, grid:
         block = slice(first, min(first + _BLOCK, inputs))
         here, local = slope[:, block].clone(), gram[block, block]
         changes = torch.zeros_like(here)
-        for j in range(here.shape[1]):
-            column = slice(first + j, first + j + 1)
-            step = steps[:, [(first + j) // size]]
-            value = numbers[:, column] * step
-            number = grid.numbers(value - here[:, j : j + 1] / local[j, j], step)
-            changes[:, j : j + 1] = number * step - value
-            numbers[:, column] = number
-            here.addmm_(changes[:, j : j + 1], local[j : j + 1])
+        for begin, end in _parts(here.shape[1]):
+            for j in range(begin, end):
+                column = slice(first + j, first + j + 1)
+                step = steps[:, [(first + j) // size]]
+                value = numbers[:, column] * step
+                number = grid.numbers(value - here[:, j : j + 1] / local[j, j], step)
+                changes[:, j : j + 1] = number * step - value
+                numbers[:, column] = number
+                here[:, j:end].addmm_(changes[:, j : j + 1], local[j : j + 1, j:end])
+            here[:, end:].addmm_(changes[:, begin:end], local[begin:end, end:])
         slope.addmm_(changes, gram[block])
