@@ -14,7 +14,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,19 @@ METHODS: dict[str, Callable[[Any], list[Any]]] = {
 SHARD_BYTES = 500 * 10**6
 
 
-def write_backbone(folder: Path, size: str) -> None:
-    """Write a Llama with fresh weights in bf16, shard by shard: it may be larger than the memory."""
-    hidden, width, layers, heads, groups = SIZES[size]
+def fresh(name: str, shape: torch.Size) -> torch.Tensor:
+    """Fresh values of a parameter."""
+    return torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(0.02)
+
+
+def write_backbone(
+    folder: Path,
+    sizes: Sequence[int],
+    values: Callable[[str, torch.Size], torch.Tensor] = fresh,
+) -> None:
+    """Write a Llama of these `sizes` (as in `SIZES`) in bf16, shard by shard: it may be larger than the memory. `values`: of
+    each parameter, by its name and shape."""
+    hidden, width, layers, heads, groups = sizes
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=width,
@@ -73,12 +84,7 @@ def write_backbone(folder: Path, size: str) -> None:
     places = {}
     for number, names in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        weights = {
-            name: torch.ones(shapes[name], dtype=torch.bfloat16)
-            if len(shapes[name]) == 1
-            else torch.randn(shapes[name]).mul_(0.02).bfloat16()
-            for name in names
-        }
+        weights = {name: values(name, shapes[name]).bfloat16() for name in names}
         save_file(weights, folder / file, {"format": "pt"})
         places |= dict.fromkeys(names, file)
     index = json.dumps({"metadata": {}, "weight_map": places})
@@ -88,26 +94,34 @@ def write_backbone(folder: Path, size: str) -> None:
 def measured(source: Path, out: Path, name: str | None) -> dict[str, float]:
     """Figures of the conversion by the methods of this name, or of merging."""
     torch.set_num_threads(1)
-    before = peak = resident()
+    shard = f"{SHARD_BYTES // 10**6}MB"
+    with watched() as run:
+        if name is None:
+            merge(source, out, max_shard_size=shard)
+        else:
+            convert(source, out, METHODS[name](LlamaConfig.from_pretrained(source)), max_shard_size=shard)
+    return run
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, float]]:
+    """Filled in at the end: bytes of resident memory "before" and at their "peak" inside, and the "seconds"."""
+    run = {"before": float(resident()), "peak": float(resident())}
     end = threading.Event()
 
     def sample() -> None:
-        nonlocal peak
         while not end.wait(0.01):
-            peak = max(peak, resident())
+            run["peak"] = max(run["peak"], resident())
 
     thread = threading.Thread(target=sample)
     thread.start()
     start = time.perf_counter()
-    shard = f"{SHARD_BYTES // 10**6}MB"
-    if name is None:
-        merge(source, out, max_shard_size=shard)
-    else:
-        convert(source, out, METHODS[name](LlamaConfig.from_pretrained(source)), max_shard_size=shard)
-    seconds = time.perf_counter() - start
-    end.set()
-    thread.join()
-    return {"before": before, "peak": peak, "seconds": seconds}
+    try:
+        yield run
+    finally:
+        run["seconds"] = time.perf_counter() - start
+        end.set()
+        thread.join()
 
 
 def copy_seconds(source: Path, out: Path) -> float:
@@ -133,7 +147,7 @@ def main() -> None:
         for size in options.sizes:
             source, out, merged = (Path(folder) / name for name in (size, "out", "merged"))
             source.mkdir()
-            _shared.in_new_process(write_backbone, source, size, OMP_NUM_THREADS="1")
+            _shared.in_new_process(write_backbone, source, SIZES[size], OMP_NUM_THREADS="1")
             copied = copy_seconds(source, out)
             shutil.rmtree(out)
             for name in options.methods:

@@ -1,0 +1,205 @@
+"""Memory and time of calibrated conversions of Llamas that are larger than the memory (`hf-freeze convert --texts`).
+
+    python benchmarks/large.py                              # 1.1 billion parameters in bf16, 128 samples of 512 tokens
+    python benchmarks/large.py --sizes 6.7 --layers 3       # the first three layers; the time of all is extrapolated
+    python benchmarks/large.py --slopes                     # time and memory against parameters, samples and width
+
+Claims: at most the bytes of two layers of the original and 2.5 GB of resident memory, imports included; 60 minutes for 1.1
+billion parameters on two cores; with `--slopes`, time that grows at most as parameters, samples and the cube of the width.
+
+Weights are fresh: quality means nothing here. Each matrix is noise with columns of different sizes plus a part of low rank whose
+singular values fall as 1 / k, and tokens are as frequent as 1 / rank, so that solvers see spectra as in trained models. Each
+conversion runs in a new process, whose resident memory is sampled every 10 ms. Limit: a forward of all samples through both
+models, at the rate at which this machine multiplies matrices of bf16.
+"""
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _shared
+import torch
+from convert import SIZES, watched, write_backbone
+from transformers import LlamaConfig
+
+from hf_freeze.io import bytes_of
+from hf_freeze.methods import FFNPruning, LowRank, Quantize
+from hf_freeze.model.convert import convert
+
+TOKENS, ROWS = 512, 8  # of a sample, of a batch
+MB = 10**6
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "half of the neurons": lambda config: FFNPruning(width=config.intermediate_size // 2),
+    "low rank, 0.7 of the weights": lambda config: LowRank(rank=_ranks(config, 0.7), components=["ffn", "attention"]),
+    "int4 in groups of 64": lambda config: Quantize(weights="int4", granularity="group-64"),
+}
+SLOPES = {  # what grows -> (hidden size, FFN width, layers, heads, key-value heads, samples) of four models
+    "parameters": [(512, 1408, layers, 8, 4, 16) for layers in (4, 8, 16, 32)],
+    "samples": [(512, 1408, 4, 8, 4, samples) for samples in (16, 32, 64, 128)],
+    "width": [(hidden, 11 * hidden // 4, 2, hidden // 64, 4, 16) for hidden in (256, 512, 1024, 2048)],
+}
+
+
+def _ranks(config: Any, share: float) -> dict[str, int]:
+    """The rank of each linear that leaves this share of its weights."""
+    hidden, width = config.hidden_size, config.intermediate_size
+    groups = hidden * config.num_key_value_heads // config.num_attention_heads
+    sizes = {
+        f"self_attn.{name}_proj": (hidden, size)
+        for name, size in zip("qkvo", (hidden, groups, groups, hidden), strict=True)
+    }
+    sizes |= {f"mlp.{name}_proj": (hidden, width) for name in ("gate", "up", "down")}
+    return {
+        f"layers.{layer}.{name}": int(share * inputs * outputs / (inputs + outputs))
+        for layer in range(config.num_hidden_layers)
+        for name, (inputs, outputs) in sizes.items()
+    }
+
+
+def values(name: str, shape: torch.Size) -> torch.Tensor:
+    """Of a matrix, noise with columns of different sizes and a part of low rank; of a vector, factors around 1."""
+    if len(shape) == 1:
+        return torch.randn(shape).mul_(0.3).exp_()
+    rank = min(shape) // 16
+    falling = torch.randn(shape[0], rank) / torch.arange(1, rank + 1)
+    part = falling @ torch.randn(rank, shape[1])
+    noise = torch.randn(shape) * torch.randn(shape[1]).mul_(0.5).exp_()
+    return noise.div_(noise.norm()).add_(part.div_(part.norm()), alpha=0.7).mul_(0.02 * shape.numel() ** 0.5)
+
+
+def batches(samples: int) -> list[dict[str, torch.Tensor]]:
+    """Random tokens, as frequent as 1 / rank."""
+    draw = torch.Generator().manual_seed(0)
+    frequency = 1 / torch.arange(1.0, 32_000)
+    drawn = torch.multinomial(frequency, samples * TOKENS, replacement=True, generator=draw)
+    return [{"input_ids": ids} for ids in drawn.view(samples, TOKENS).split(ROWS)]
+
+
+def cut(source: Path, out: Path, name: str, samples: int, threads: int) -> dict[str, float]:
+    """Figures of a conversion by the method of this name."""
+    torch.set_num_threads(threads)
+    method = METHODS[name](LlamaConfig.from_pretrained(source))
+    with watched() as run:
+        convert(source, out, [method], max_shard_size="500MB", calibration=batches(samples), say=_say)
+    return run
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def rate(threads: int) -> float:
+    """Floating-point operations a second of products of bf16, as large as those of a batch."""
+    torch.set_num_threads(threads)
+    x, weight = (torch.randn(size, 2048, dtype=torch.bfloat16) for size in (ROWS * TOKENS, 5632))
+    seconds = min(_shared.seconds(lambda: torch.nn.functional.linear(x, weight)) for _ in range(5))
+    return 2 * x.numel() * len(weight) / seconds
+
+
+def layer_parameters(sizes: tuple[int, ...]) -> int:
+    hidden, width, _, heads, groups, *_ = sizes
+    return 2 * hidden * hidden * (1 + groups / heads) + 3 * hidden * width  # type: ignore[return-value]
+
+
+def measure_sizes(options: Any, folder: Path) -> tuple[str, str]:
+    peaks, hours, lines = [], [], []
+    speed = _shared.in_new_process(rate, options.threads, OMP_NUM_THREADS=str(options.threads))
+    for size in options.sizes:
+        hidden, width, depth, *heads = SIZES[size]
+        sizes = (hidden, width, min(options.layers or depth, depth), *heads)
+        source, out = folder / "source", folder / "out"
+        source.mkdir()
+        _shared.in_new_process(write_backbone, source, sizes, values, OMP_NUM_THREADS=str(options.threads))
+        for name in options.methods:
+            run = _shared.in_new_process(
+                cut, source, out, name, options.samples, options.threads, OMP_NUM_THREADS=str(options.threads)
+            )
+            limit = 4 * layer_parameters(sizes) + 2.5e9  # two layers of two bytes a weight
+            minutes = run["seconds"] / 60 * depth / sizes[2]
+            forward = 2 * 2 * layer_parameters(sizes) * depth * options.samples * TOKENS / speed / 60
+            memory = [
+                f"{value / 1e9:.2f}" for value in (bytes_of(source), bytes_of(out), run["before"], run["peak"], limit)
+            ]
+            lines.append([size, name, f"{sizes[2]} of {depth}", *memory, f"{minutes:.0f}", f"{forward:.0f}"])
+            print(_shared.markdown(HEADER, lines), flush=True)
+            peaks.append((run["peak"] / limit, f"{size} {name}"))
+            hours += [(minutes / 60, f"{size} {name}")] if size == "1.1" else []
+            shutil.rmtree(out)
+        shutil.rmtree(source)
+    summary = (
+        f"memory: {_shared.verdict(peaks, lambda x: x <= 1)}; 60 minutes: {_shared.verdict(hours, lambda x: x <= 1)}"
+    )
+    return _shared.markdown(HEADER, lines), summary
+
+
+HEADER = [
+    "10⁹ parameters",
+    "method",
+    "layers that ran",
+    "source GB",
+    "out GB",
+    "after imports GB",
+    "peak GB",
+    "limit GB",
+    "minutes, of all layers",
+    "of which a forward of both models takes at least",
+]
+
+
+def measure_slopes(options: Any, folder: Path) -> tuple[str, str]:
+    lines, found = [], []
+    for what, models in SLOPES.items():
+        for name in options.methods:
+            points = []
+            for *sizes, samples in models:
+                source, out = folder / "source", folder / "out"
+                source.mkdir()
+                write_backbone(source, sizes, values)
+                run = _shared.in_new_process(
+                    cut, source, out, name, samples, options.threads, OMP_NUM_THREADS=str(options.threads)
+                )
+                grows = {"parameters": sizes[2], "samples": samples, "width": sizes[0]}[what]
+                points.append((grows, run["seconds"], run["peak"] - run["before"]))
+                shutil.rmtree(source)
+                shutil.rmtree(out)
+            slopes = [_slope([(x, point[index]) for x, *point in points]) for index in (0, 1)]
+            cells = [f"{seconds:.1f} s, {memory / MB:.0f} MB" for _, seconds, memory in points]
+            lines.append([what, name, *cells, *(f"{slope:.2f}" for slope in slopes)])
+            print(_shared.markdown(SLOPE_HEADER, lines), flush=True)
+            found.append((slopes[0] / (3 if what == "width" else 1.15), f"{what}, {name}"))
+    summary = f"time grows at most as parameters, samples and the cube of the width: {_shared.verdict(found, lambda x: x <= 1)}"
+    return _shared.markdown(SLOPE_HEADER, lines), summary
+
+
+SLOPE_HEADER = ["what grows", "method", "×1", "×2", "×4", "×8", "log-log slope of time", "of memory"]
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """Of the least-squares line through the logarithms."""
+    xs, ys = ([math.log(point[axis]) for point in points] for axis in (0, 1))
+    middle = sum(xs) / len(xs), sum(ys) / len(ys)
+    above = sum((x - middle[0]) * (y - middle[1]) for x, y in zip(xs, ys, strict=True))
+    return above / sum((x - middle[0]) ** 2 for x in xs)
+
+
+def main() -> None:
+    parser = _shared.parser(__doc__, presets=False)
+    parser.add_argument("--sizes", nargs="+", default=["1.1"], choices=SIZES, help="billions of parameters")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--layers", type=int, help="only so many layers of each model")
+    parser.add_argument("--samples", type=int, default=128, help=f"of {TOKENS} tokens")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--slopes", action="store_true", help="time and memory against parameters, samples and width")
+    parser.add_argument("--folder", type=Path, help="where the files go; the system's temporary folder if not given")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        table, summary = (measure_slopes if options.slopes else measure_sizes)(options, Path(folder))
+    _shared.report(options, table, summary)
+
+
+if __name__ == "__main__":
+    main()
