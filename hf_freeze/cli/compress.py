@@ -94,6 +94,14 @@ def compress(
         bool, typer.Option("--native", help="Equal widths in all layers, and no code of hf_freeze in the folder.")
     ] = False,
     keep_vocabulary: Annotated[bool, typer.Option("--keep-vocabulary", help="All tokens stay.")] = False,
+    layer_by_layer: Annotated[
+        bool,
+        typer.Option(
+            "--layer-by-layer",
+            help="For language models that are larger than the memory: a layer or two of a folder is in memory at a time. With "
+            "--texts and --max-bytes; --engine compressed-tensors (the default), torch or gguf; heals only with --heal.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, and of healing.")] = 1,
     settings: Annotated[
         list[str] | None,
@@ -118,6 +126,8 @@ def compress(
     Example: hf-freeze compress sentence-transformers/all-MiniLM-L6-v2 --texts passages.txt --max-bytes 30% --out small
 
     Example: hf-freeze compress MODEL --data reviews.csv --max-bytes 25% --max-loss 1 --out small
+
+    Example: hf-freeze compress llama-7b --layer-by-layer --texts passages.txt --samples 128 --max-bytes 4GB --out small
     """
     with terminal.one_line_errors():
         if (data is None) == (texts is None):
@@ -132,6 +142,28 @@ def compress(
             raise ValueError(
                 "what is the limit? give --max-bytes, --max-ms or --max-loss, or --front for several sizes"
             )
+        command = " ".join(["hf-freeze", *map(shlex.quote, sys.argv[1:])])
+        if layer_by_layer:
+            without = {"--data": data, "--max-ms": max_ms, "--max-loss": max_loss, "--front": front}
+            without |= {"--native": native or None, "--min-fidelity": min_fidelity}
+            for name, value in without.items():
+                if value is not None:
+                    raise ValueError(f"{name}: not with --layer-by-layer, which takes --texts and --max-bytes")
+            from hf_freeze.compression.large import compress_large
+
+            compress_large(
+                Path(model),
+                texts=options.sampled_texts(texts or [], column or "text", _MOST),
+                max_bytes=str(max_bytes),
+                out=out,
+                engine=engine or "compressed-tensors",
+                samples=samples,
+                heal=0 if heal in ("0", "default") else heal,
+                seed=seed,
+                command=command,
+                say=terminal.say,
+            )
+            return
         from hf_freeze.compression.budget import Budget
 
         budget = Budget(max_bytes=max_bytes, max_ms=max_ms, max_loss=max_loss) if front is None else None
@@ -150,7 +182,7 @@ def compress(
             "keep_vocabulary": keep_vocabulary,
             "min_fidelity": min_fidelity,
             "seed": seed,
-            "command": " ".join(["hf-freeze", *map(shlex.quote, sys.argv[1:])]),
+            "command": command,
             "console": terminal.console,
         }
         from hf_freeze.compression import run

@@ -342,3 +342,13 @@ def mask_of_frames(model: Any, mask: Any, frames: int) -> Any:
 def on_device(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """A batch on the device that a Trainer trains on."""
     return trainer._prepare_inputs(batch)
+
+
+def set_checkpointing(model: Any, on: bool) -> None:
+    """Whether layers of `model` compute their activations again for the gradient; 5.23 has other names for it than 5.10."""
+    begins = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    if on:
+        options = {f"{begins}_checkpointing_kwargs": {"use_reentrant": False}}
+        getattr(model, f"{begins}_checkpointing_enable")(**options)
+    else:
+        getattr(model, f"{begins}_checkpointing_disable")()

@@ -52,15 +52,7 @@ class Block:
 
 def blocks_of(model: Any, samples: Samples) -> dict[str, Block]:
     """Those whose heads or neurons can go, by name, such as "encoder.0.self" or "decoder.1.ffn"."""
-    architecture = architecture_for(model)
-    found: dict[str, tuple[str, Attention | None]] = {}  # the last linear -> its block, and the attention
-    for name, attention in architecture.attentions(model.config).items():
-        if _can_lose(model, methods.HeadPruning(share=0.5, layers=_only(name))):
-            found[attention.o] = name, attention
-    for name, neurons in surgery.neurons_of(architecture, model.config).items():
-        if isinstance(neurons, LinearNeurons):
-            found[neurons.linears[-1]] = name, None
-    sizes = _weights(model)
+    found, sizes = blocks_in(model)
     blocks = {}
     running = CalibrationPass(model, model, samples.batches, Report(), lambda *_: model).running()
     with warned_once(), running as statistics:
@@ -78,6 +70,19 @@ def blocks_of(model: Any, samples: Samples) -> dict[str, Block]:
                 order, losses = found_order.order.tolist(), found_order.losses.tolist()
                 blocks[name] = Block(name, sizes[name], sizes[name] / len(order), order, losses, heads)
     return {name: blocks[name] for name in sizes if name in blocks}
+
+
+def blocks_in(model: Any) -> tuple[dict[str, tuple[str, Attention | None]], dict[str, int]]:
+    """(the last linear of a block -> its name, and the attention that it is; block -> the numbers in its matrices)"""
+    architecture = architecture_for(model)
+    found: dict[str, tuple[str, Attention | None]] = {}
+    for name, attention in architecture.attentions(model.config).items():
+        if _can_lose(model, methods.HeadPruning(share=0.5, layers=_only(name))):
+            found[attention.o] = name, attention
+    for name, neurons in surgery.neurons_of(architecture, model.config).items():
+        if isinstance(neurons, LinearNeurons):
+            found[neurons.linears[-1]] = name, None
+    return found, _weights(model)
 
 
 def _only(name: str) -> dict[str, list[int]]:

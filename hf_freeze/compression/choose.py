@@ -16,17 +16,21 @@ from hf_freeze.compression.shape import Shape
 
 _GAP, _SECONDS = 1e-3, 20.0  # of the solver: relative distance from the optimum, and time
 _WIDE = 64  # neurons from which on multiples are kept
+_FREE = 1e-4  # share of the loss of all units, up to which some can go for nothing
 _LEVELS = 12  # numbers of units that may be kept of a block, from none to all
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What the program may choose. `bits`: of weights, the most first. `uniform`: as many units in each block of a kind, in
-    multiples of `multiple`, all in the same bits, as engines with one width for all layers need it. `may_go`: kinds of parts
-    among "layers", "heads", "neurons", "tokens"."""
+    multiples of `multiple`, as engines with one width for all layers need it; `mixed`: nevertheless in bits of their own.
+    `by_layer`: attention and FFN of a layer in the same bits. `may_go`: kinds of parts among "layers", "heads", "neurons" and
+    "tokens"."""
 
     bits: tuple[int, ...] = (8,)
     uniform: bool = False
+    mixed: bool = False
+    by_layer: bool = False
     multiple: int = 8
     may_go: frozenset[str] = frozenset({"layers", "heads", "neurons", "tokens"})
 
@@ -38,6 +42,8 @@ def levels(block: Block, options: Options) -> list[int]:
     wide = block.kind == "neurons" and block.units >= max(2 * options.multiple, _WIDE)
     step = options.multiple if wide else 1
     counts = {round(block.units * level / _LEVELS / step) * step for level in range(1, _LEVELS)} - {0}
+    free = sum(loss <= _FREE * block.losses[-1] for loss in block.losses) - 1
+    counts |= {-(-(block.units - free) // step) * step} - {0}
     return sorted({count for count in counts if count < block.units} | {block.units}, reverse=True)
 
 
@@ -125,8 +131,12 @@ class Program:
         """Where all blocks of a kind in a stack must be alike: what each of them keeps."""
         if not self._options.uniform:
             return []
-        values = {(_width_of(self._blocks[one.part]), one.value) for one in self._of_blocks()}
+        values = {(_width_of(self._blocks[one.part]), self._common(one.value)) for one in self._of_blocks()}
         return [_Variable(part, value, 0.0, 0.0, 0.0) for part, value in sorted(values)]
+
+    def _common(self, value: tuple[int, ...]) -> tuple[int, ...]:
+        """What of (units, bits) all blocks of a kind have in common, where they must be alike."""
+        return value[:1] if self._options.mixed else value
 
     def _constraints(self) -> tuple[list[np.ndarray], list[float], list[float]]:
         """(rows, lower, upper ends): one choice for each stack, width and the tables; for a block one if its layer stays, else
@@ -139,7 +149,7 @@ class Program:
             high.append(most)
 
         def where(part: str, value: tuple[int, ...] | None = None) -> np.ndarray:
-            chosen = (one.part == part and value in (None, one.value) for one in self._variables)
+            chosen = (one.part == part and value in (None, one.value[: len(value or ())]) for one in self._variables)
             return np.fromiter(chosen, float, len(self._variables))
 
         def with_bits(part: str, bits: int) -> np.ndarray:
@@ -153,10 +163,11 @@ class Program:
             with_it = [depth for depth, (kept, _) in self._distances.layers[stack].items() if layer in kept]
             add(where(name) - sum(where(f"stack {stack}", (depth,)) for depth in with_it), 0.0, 0.0)
             if self._options.uniform:
-                for value in dict.fromkeys(one.value for one in self._variables if one.part == name):
+                for value in dict.fromkeys(self._common(one.value) for one in self._variables if one.part == name):
                     add(where(name, value) - where(_width_of(block), value), -1.0, 0.0)
+            kinds = None if self._options.by_layer else block.kind
             first = next(
-                n for n, other in self._blocks.items() if (other.place, other.kind) == (block.place, block.kind)
+                n for n, other in self._blocks.items() if other.place == block.place and kinds in (None, other.kind)
             )
             for bits in self._options.bits if first != name else ():
                 add(with_bits(name, bits) - with_bits(first, bits), 0.0, 0.0)

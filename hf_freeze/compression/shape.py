@@ -86,27 +86,32 @@ def methods_of(shape: Shape, blocks: Mapping[str, Block], depths: Mapping[str, i
     return found + few_bits(shape, blocks)
 
 
-def few_bits(shape: Shape, blocks: Mapping[str, Block]) -> list[Method]:
-    """What makes 4 bits of the weights that the shape has in 4 bits: all attentions of a layer, its FFN, or both."""
+def few_bits(shape: Shape, blocks: Mapping[str, Block], bits: int = 4) -> list[Method]:
+    """What makes few bits of the weights that the shape has in so many bits: all attentions of a layer, its FFN, or both."""
     found: list[Method] = []
     layers: dict[str, dict[str, list[int]]] = {}  # component -> stack -> layers by their new numbers
     for block in filter(shape.has, blocks.values()):
-        if shape.bits[block.name] == 4:
+        if shape.bits[block.name] == bits:
             stack, layer = block.place
             component = "attention" if block.heads else "ffn"
             numbers = layers.setdefault(component, {}).setdefault(stack, [])
             number = shape.layers[stack].index(layer)
             numbers += [number] if number not in numbers else []
+    together: dict[str, list[str]] = {}  # layers -> the components whose layers these are
     for component, of_stacks in layers.items():
-        found.append(quantized([component], of_stacks))
-    if shape.bits["tables"] == 4:
-        found.append(quantized(["embeddings"]))
+        together.setdefault(json.dumps(of_stacks, sort_keys=True), []).append(component)
+    found += [quantized(components, layers[components[0]], bits) for components in together.values()]
+    if shape.bits["tables"] == bits:
+        found.append(quantized(["embeddings"], bits=bits))
     return found
 
 
-def quantized(components: Sequence[str], layers: Mapping[str, list[int]] | None = None) -> methods.Quantize:
+def quantized(
+    components: Sequence[str], layers: Mapping[str, list[int]] | None = None, bits: int = 4
+) -> methods.Quantize:
     settings: dict[str, Any] = {} if layers is None else {"layers": dict(layers)}
-    return methods.Quantize(weights="int4", granularity=f"group-{GROUP}", components=list(components), **settings)
+    granularity = f"group-{GROUP}" if bits == 4 else "channel"
+    return methods.Quantize(weights=f"int{bits}", granularity=granularity, components=list(components), **settings)
 
 
 def renamed(block: str, shape: Shape) -> str:

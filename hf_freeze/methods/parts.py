@@ -52,7 +52,7 @@ class Statistics(Protocol):
         fit: bool = ...,
         norms: Sequence[str] = ...,
         channels: Sequence[int] = ...,
-        resumes: bool = ...,
+        resumes: bool | None = ...,
     ) -> Iterator[dict[str, Moments | None]]:
         """The moments of the linears `names` (below the base model), in the order in which the model runs them; those that read
         the same states come together. None for a linear that no token has reached.
@@ -69,7 +69,8 @@ class Statistics(Protocol):
         `channels`: of the hidden states, those that the new model has; the old outputs are these of norms, and of linears that
         write fewer.
 
-        `resumes`: in models larger than the memory, what a killed process had finished is restored and does not come again.
+        `resumes`: in models larger than the memory, what a killed process had finished is restored and does not come again. None:
+        where a model is converted, and not only looked at.
         """
         ...
 

@@ -91,7 +91,7 @@ class CalibrationPass(WholeModel):
         fit: bool = False,
         norms: Sequence[str] = (),
         channels: Sequence[int] = (),
-        resumes: bool = True,
+        resumes: bool | None = None,
     ) -> Iterator[dict[str, Moments | None]]:
         self.streams.at, self._channels = None, channels
         # Not experts: some see too few tokens to fit all of their weights.
@@ -103,7 +103,7 @@ class CalibrationPass(WholeModel):
         self._keeps_old = any(self._place(name) is None for name in names)
         self._widest = max((features(linear)[0] for _, linear in surgery.modules(self._old, names)), default=0)
         self._groups = groups = self._in_order(names, norms)
-        if self._paged is not None and resumes and self._old is not self._new:
+        if self._paged is not None and (self._old is not self._new if resumes is None else resumes):
             groups = self._resumed(self._paged)
         for group in track(groups, "Calibrating", len(groups)):
             yield self._moments(group, [module for name in group for module in before.get(name, ())], group[0] in norms)
@@ -279,7 +279,9 @@ class CalibrationPass(WholeModel):
         if done.places and (place := done.places[-1])[1] < last[place[0]]:
             stack, layer = place
             self.streams.flow = self.streams.start(stack)
-            self.streams.states, self.streams.at = done.states(), (stack, layer + 1)
+            states = done.states()
+            self.streams.states = {"old": states["old"], "new": states.get("new", states["old"])}
+            self.streams.at = stack, layer + 1
             self._begin_layer()
         return [group for group in self._groups if self._place(group[0]) not in done.places]
 
@@ -314,7 +316,10 @@ class CalibrationPass(WholeModel):
             return finished.file(model, at + 1, batch, states)
 
         self.streams.leave(fit, keep=keep)
-        self._keep_layer(stack, at, finished, self.streams.states, self._error())
+        if self._old is self._new:
+            self._keep_layer(stack, at, finished, {"old": self.streams.states["old"]}, None)
+        else:
+            self._keep_layer(stack, at, finished, self.streams.states, self._error())
 
     def _error(self) -> float | None:
         """Of what leaves a layer, relative to what leaves the old one."""

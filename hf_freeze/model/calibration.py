@@ -253,7 +253,7 @@ class StoredMoments:
         fit: bool = False,
         norms: Sequence[str] = (),
         channels: Sequence[int] = (),
-        resumes: bool = True,
+        resumes: bool | None = None,
     ) -> Iterator[dict[str, Moments | None]]:
         widths = {name: features(linear)[0] for name, linear in surgery.modules(self._old, names)}
         fitting = {

@@ -69,6 +69,8 @@ class Calibrator:
                 tokens: Any = method.part(KeptTokens)
                 self.samples = self.samples.renumbered(tokens.kept)
         else:
+            if self._paged is not None:
+                self._paged.say(f"{method.name}:")
             regenerate(new)  # the new model runs, and what a seed draws has no values yet
             with self.statistics(old, new) as statistics:
                 method.convert(old, new, statistics)

@@ -169,6 +169,10 @@ class Streams:
         found = [self._recorded[batch].get(name if outputs else f"{name} reads") for name in names]
         return None if any(value is None for value in found) else found  # type: ignore[return-value]
 
+    def changes(self, batch: int) -> tuple[Tensor, Tensor]:
+        """What comes into the present layer of the old model, and what leaves it, as `record` has kept it."""
+        return self.states["old"][batch], self._recorded[batch][""]
+
     def leave(
         self,
         fit: Callable[[nn.Module, Callable[[int], Tensor]], None],

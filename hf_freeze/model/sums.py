@@ -68,7 +68,7 @@ class Sums:
         for value in pairs.values():
             value.div_(self.total)
         try:
-            return Moments(gram, mean, self.count, **pairs)
+            return Moments(gram, mean, self.count, weight=self.total / self.count, **pairs)
         except ValueError as error:
             raise ValueError(f"calibration: the inputs or outputs of {name!r} cannot be used: {error}") from None
 

@@ -28,6 +28,10 @@ class WholeModel:
         self._architecture = architecture_for(old)
         self._real = RealTokens(old)
 
+    @property
+    def batch_count(self) -> int:
+        return len(self._batches)
+
     def _run_old(
         self, modules: Mapping[str, nn.Module], see: Callable[[Batch, str, nn.Module, tuple[Any, ...]], None]
     ) -> None:

@@ -36,6 +36,7 @@ class Moments:
     output_mean: Tensor | None = None  # (O,) mean of y
     curvature: Tensor | None = None  # (O, O) E[g gᵀ] of gradients to y
     output_square: Tensor | None = None  # (O,) mean of y²
+    weight: float = 1.0  # mean of the weights by which tokens count in these means
 
     def __post_init__(self) -> None:
         if self.count < 1:

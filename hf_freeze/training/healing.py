@@ -19,9 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_freeze.architectures.base import hidden_size
+from hf_freeze.compat.transformers import set_checkpointing
 from hf_freeze.io import bytes_of, write_whole
+from hf_freeze.model.paging import Paged
 from hf_freeze.model.running import in_eval_mode, without_cache
 from hf_freeze.model.samples import Samples
 from hf_freeze.seeded.tensor import fingerprint
@@ -73,6 +76,7 @@ def heal(
     lora: bool | None = None,
     learning_rate: float | None = None,
     callback: Report | None = None,
+    paged: Paged | None = None,
 ) -> Healed:
     """Train `student` in place, on its device, to give the outputs of `original`; leave it as it was if the held-out loss rises.
 
@@ -88,7 +92,8 @@ def heal(
     `limit`: see `HealLimit`; by default a tenth of the time of one epoch, at least a minute. Times are of the whole call: steps
     are planned from the time of the first ones, and the learning rate falls faster if the machine becomes slower. `lora`: train
     adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. `learning_rate`: by default by the
-    width. Frozen parameters stay frozen.
+    width. Frozen parameters stay frozen. `paged`: for models larger than the memory, whose weights lie in files: adapters are
+    trained, activations are computed again for the gradient, layer by layer, and merged weights go to its files.
 
     `out / "heal"` has the stored outputs and checkpoints. A killed call resumes there, if called with the same arguments.
     `callback` receives {"stage":, "step":, "steps":} and, in training, "loss" and "seconds_left".
@@ -106,7 +111,7 @@ def heal(
     objective = Objective(pooling)
     train, held_out = texts_of(student if original is None else original, samples, seed, labels=original is None)
     if lora is None:
-        lora = student.num_parameters() > _LORA_FROM
+        lora = paged is not None or student.num_parameters() > _LORA_FROM
     rate = learning_rate or (_LORA_RATE if lora else _rate_of(student))
     models = [fingerprint(model) for model in (student, original) if model is not None]
     parts = (*models, repr((limit, seed, lora, rate, objective)), train.digest, held_out.digest)
@@ -117,6 +122,8 @@ def heal(
     if loss_before < _EQUAL and not held_out.have_numbers:
         return Healed(seconds=time.monotonic() - began, loss_before=loss_before, loss_after=loss_before)
     model = _with_adapters(student, seed) if lora else student
+    if paged is not None:
+        set_checkpointing(model, True)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     if plan is None:  # how many steps there is time for, and so how many texts need outputs of the original
         probe = _Healer(model, held_out, objective, folder, _Run(_PROBES, rate, seed), report=None)
@@ -135,7 +142,9 @@ def heal(
     if not (better := loss_after < loss_before):
         _restore(model, before)
     if lora:
-        _take_adapters_out(model, student, learns, merged=better)
+        _take_adapters_out(model, student, learns, merged=better, paged=paged)
+    if paged is not None:
+        set_checkpointing(student, False)
     steps = healer.state.global_step
     return Healed(
         epochs=steps / train.steps(seed),
@@ -240,9 +249,16 @@ def _with_adapters(student: Any, seed: int) -> Any:
         return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
 
 
-def _take_adapters_out(model: Any, student: Any, learns: Collection[str], *, merged: bool) -> None:
+def _take_adapters_out(model: Any, student: Any, learns: Collection[str], *, merged: bool, paged: Paged | None) -> None:
     """Merge the adapters, or drop them, in place: the layers are those of the student, of which `learns` train again."""
-    model.merge_and_unload() if merged else model.unload()
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules() if merged else ():
+        if isinstance(module, LoraLayer):
+            module.merge(safe_merge=True)  # as new tensors: those of files are not written to
+            if paged is not None:
+                paged.move(module.get_base_layer())
+    model.unload()
     for name, p in student.named_parameters():
         p.requires_grad_(name in learns)
 
@@ -340,4 +356,8 @@ class _Healer(Trainer):
         return self.lr_scheduler
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        return self.objective.losses(model.eval(), inputs).mean()
+        model.eval()
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.training = layer.gradient_checkpointing  # which is only looked at in training
+        return self.objective.losses(model, inputs).mean()

@@ -1,0 +1,367 @@
+"""`compress` for models larger than the memory: statistics layer by layer, one integer program, one conversion layer by layer."""
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hf_freeze._version import __version__
+from hf_freeze.architectures.base import hidden_size
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.architectures.tasks import task_of
+from hf_freeze.compression.blocks import Block
+from hf_freeze.compression.budget import Budget, in_bytes
+from hf_freeze.compression.choose import Options, Program
+from hf_freeze.compression.distances import Distances
+from hf_freeze.compression.engine import files_of
+from hf_freeze.compression.inputs import Inputs, digest_of_items
+from hf_freeze.compression.layer_costs import LayerCosts, layer_costs
+from hf_freeze.compression.phases import Phases
+from hf_freeze.compression.prices import Prices, Sizes
+from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of
+from hf_freeze.io import bytes_of, whole_folder, write_whole
+from hf_freeze.methods.base import Method
+from hf_freeze.model.convert import check_shards, convert
+from hf_freeze.model.fidelity import Fidelity, fidelity_on
+from hf_freeze.model.loading import load_model, load_tokenizer
+from hf_freeze.model.paging import Paged
+from hf_freeze.model.samples import samples_of
+from hf_freeze.publish.export.convert import export_model
+from hf_freeze.publish.markdown import markdown_table
+from hf_freeze.training.healing import HealLimit, heal, parse_limit
+
+_LIMIT = 10**9  # bytes of tensors in memory at a time
+_COMPARED = 16  # texts by which the result is compared with the original
+_TIGHTER = 3  # times that a shape is chosen again because its folder is above the budget
+_MARGIN = 0.005  # share of the budget that is left free: sizes are estimates
+_ALONE = 4096  # tokens of a batch; logits of a large vocabulary take much memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a large model is served by: `format` of `export_model`, None for the variant itself. `bits`: of weights, besides those
+    of the model. `uniform`: see `choose.Options`."""
+
+    format: str | None
+    quantization: str | None = None
+    bits: tuple[int, ...] = (8, 4)
+    uniform: bool = False
+
+
+TARGETS = {
+    "compressed-tensors": Target(format="compressed-tensors", uniform=True),
+    "torch": Target(format=None),
+    "gguf": Target(format="gguf", quantization="q8_0", bits=()),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeCompressed:
+    """What came of it. `folder`: to serve; `model`: the variant. `expected`: the sum of what the parts that went were worth."""
+
+    folder: Path
+    model: Path
+    shape: Shape
+    kept: str
+    original_bytes: int
+    bytes: int
+    expected: float
+    fidelity: Fidelity
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Costs(Distances):
+    """`bits`: number of bits -> block -> distance."""
+
+    bits: Mapping[int, Mapping[str, float]]
+
+    def of_bits(self, name: str, bits: int, share: float) -> float:
+        return self.bits.get(bits, {}).get(name, 0.0) * share
+
+
+def compress_large(
+    model: Path,
+    *,
+    texts: Sequence[Any],
+    max_bytes: int | str,
+    out: Path,
+    engine: str = "compressed-tensors",
+    samples: int = 128,
+    heal: HealLimit = 0,
+    seed: int = 1,
+    command: str = "",
+    say: Callable[[str], Any] = lambda text: None,
+) -> LargeCompressed:
+    """Make the causal language model in a folder of safetensors small enough for `max_bytes`, a number, such as "4GB", or a share
+    of its own bytes, with a layer or two of it in memory at a time; returns what came of it.
+
+    1. One pass tells what each layer, head and neuron, and 16, 8 or 4 bits for the weights of each attention and FFN are worth:
+       by how much the states behind it change (`layer_costs`). Nothing is cut for that, and no copy is made.
+    2. An integer program chooses what stays, so that the sum of these is least.
+    3. `convert` cuts with calibration, layer by layer. With `heal`, adapters of low rank then learn the predictions of the
+       original and are merged. Weights are rounded, and the result is exported.
+    4. The next-token predictions of both are compared on texts that nothing was chosen by.
+
+    `engine`: "compressed-tensors" (equal widths, opened by transformers without hf_freeze), "torch" (the variant, in which layers
+    may differ) or "gguf". `samples`: texts for the statistics. `heal`: a time or epochs, as for `training.healing.heal`; nothing
+    is healed where only bits go. A killed call resumes after the last layer that was finished.
+
+    Raises FileNotFoundError and ValueError as `convert`; ValueError for another task, another engine, a budget that is out of
+    reach, and too few texts.
+    """
+    if engine not in TARGETS:
+        raise ValueError(f"engine={engine!r}: for models larger than the memory choose from {list(TARGETS)}")
+    began, target = time.monotonic(), TARGETS[engine]
+    check_shards(model)
+    original = _opened(model)
+    if task_of(original) != "causal-lm":
+        raise ValueError(
+            f"{model} holds a {type(original).__name__}: layer by layer, only causal language models are compressed"
+        )
+    inputs, size = Inputs.of(texts, seed), sum(path.stat().st_size for path in files_of(model))
+    budget = Budget(max_bytes=max_bytes).resolved(size, None)
+    identity = {
+        "model": str(model),
+        "bytes": size,
+        "budget": budget.max_bytes,
+        "engine": engine,
+        "samples": samples,
+        "seed": seed,
+    }
+    phases = Phases(out, identity | {"texts": [len(texts), digest_of_items(list(texts))]})
+    say(f"the model: {in_bytes(size)}; the budget: {budget.words()}")
+    work = _Work(model, original, inputs, samples, out, target, heal, seed, say)
+    costs = work.costs()
+    shape, expected, variant, folder = work.within(float(budget.max_bytes or math.inf), costs, size)
+    fidelity = Fidelity(**phases.once(f"compared-{shape.digest}", lambda: asdict(work.compared(variant))))
+    result = LargeCompressed(
+        folder=folder,
+        model=variant,
+        shape=shape,
+        kept=work.words(shape, costs.blocks),
+        original_bytes=size,
+        bytes=bytes_of(folder),
+        expected=expected,
+        fidelity=fidelity,
+        seconds=time.monotonic() - began,
+    )
+    _write(result, costs, work.depths, out, command)
+    for line in _sentences(result):
+        say(line)
+    return result
+
+
+class _Work:
+    """One compression in the folder `out`."""
+
+    def __init__(
+        self,
+        source: Path,
+        model: Any,
+        inputs: Inputs,
+        samples: int,
+        out: Path,
+        target: Target,
+        heal: HealLimit,
+        seed: int,
+        say: Callable[[str], Any],
+    ) -> None:
+        self._heal, self._seed = heal, seed
+        self._source, self._model, self._inputs, self._target, self._say = source, model, inputs, target, say
+        self._out, self._tokenizer = out, load_tokenizer(source)
+        if self._tokenizer is None:
+            raise ValueError(f"{source} has no tokenizer, which texts need")
+        self._learnt = inputs.learnt[:samples]
+        self.depths = architecture_for(model).depths(model.config)
+
+    def costs(self) -> LayerCosts:
+        """What parts are worth, from one pass."""
+        folder = self._out / "statistics"
+        folder.mkdir(parents=True, exist_ok=True)
+        samples = samples_of(self._model, self._learnt, self._tokenizer).undivided()
+        self._say(f"what each part is worth, on {samples.texts:,} texts, {samples.tokens:,} tokens")
+        with Paged(folder, _LIMIT, self._say) as paged:
+            costs = layer_costs(self._model, samples, paged)
+        for path in folder.glob("*.tensor"):  # states, which nothing needs any more
+            path.unlink()
+        return costs
+
+    def within(self, limit: float, costs: LayerCosts, size: int) -> tuple[Shape, float, Path, Path]:
+        """(the nearest shape whose folder is within the limit, its expected distance, the variant, the folder)"""
+        program, wanted = self._program(costs, size), limit * (1 - _MARGIN)
+        for _ in range(_TIGHTER):
+            if (found := program.solve(wanted, None)) is None:
+                break
+            shape, expected = found
+            shape = replace(shape, bits=shape.bits | {"tables": self._bits[0]})
+            self._say(f"chosen: {self.words(shape, costs.blocks)}")
+            variant, folder = self._made(shape, costs.blocks)
+            if (made := bytes_of(folder)) <= limit:
+                return shape, expected, variant, folder
+            self._say(f"above the budget: {in_bytes(made)}; choosing again, for less")
+            wanted -= (made - limit) * (1 + _MARGIN)
+        least = program.smallest("bytes")
+        about = in_bytes(self._prices(costs, size).cost(least)[0])
+        raise ValueError(
+            f"the budget of {in_bytes(limit)} is out of reach: the smallest shape "
+            f"({self.words(least, costs.blocks)}) needs about {about}; give it at least that"
+        )
+
+    def words(self, shape: Shape, blocks: Mapping[str, Block]) -> str:
+        """What a shape keeps."""
+        kept = [in_words(replace(shape, bits=dict.fromkeys(shape.bits, 16)), blocks, self.depths, None)]
+        stay = [block for block in blocks.values() if shape.has(block)]
+        for bits in self._target.bits:
+            if count := sum(shape.bits[block.name] == bits for block in stay):
+                kept.append(f"{bits} bits in {count} of {len(stay)} attentions and FFNs")
+        return "; ".join(kept)
+
+    def _program(self, costs: LayerCosts, size: int) -> Program:
+        layers: dict[str, Any] = {}
+        for stack, depth in self.depths.items():
+            order = sorted(range(depth), key=lambda layer, stack=stack: costs.layers.get((stack, layer), math.inf))
+            layers[stack] = {depth: (tuple(range(depth)), 0.0)}
+            total = 0.0
+            for count, layer in enumerate(order[:-1], 1):
+                total += costs.layers.get((stack, layer), math.inf)
+                if math.isfinite(total):
+                    layers[stack][depth - count] = tuple(sorted(order[count:])), total
+        distances = _Costs(layers=layers, tokens={0: 0.0}, bits=costs.bits)
+        may_go = {"layers", "neurons"} | (set() if self._target.uniform else {"heads"})
+        multiple = 64 if self._target.uniform else 8
+        options = Options(
+            bits=self._bits,
+            uniform=self._target.uniform,
+            mixed=True,
+            by_layer=True,
+            multiple=multiple,
+            may_go=frozenset(may_go),
+        )
+        return Program(costs.blocks, distances, self._prices(costs, size), options)
+
+    def _prices(self, costs: LayerCosts, size: int) -> Prices:
+        """In bytes; of what no choice changes, as the files of the original have it."""
+        weights = sum(block.weights for block in costs.blocks.values())
+        others = size - weights * self._model.dtype.itemsize
+        bits = self._bits[0]
+        sizes = Sizes(
+            of_token=0,
+            tokens=0,
+            token_bytes=0.0,
+            bits=bits,
+            bytes=others + weights * bits / 8,
+            hidden=hidden_size(self._model.config),
+            scale_bytes=2 / 32 if self._target.format == "gguf" else None,
+        )
+        return Prices(costs.blocks, self.depths, sizes)
+
+    def _made(self, shape: Shape, blocks: Mapping[str, Block]) -> tuple[Path, Path]:
+        """(the variant of a shape, the folder that is served)"""
+        variant = self._out / f"model-{shape.digest}"
+        if not variant.exists():
+            parts, bits = self._methods(shape, blocks)
+            options: Any = {"calibration": list(self._learnt), "tokenizer": self._tokenizer, "say": self._say}
+            source = self._source
+            if parts and parse_limit(self._heal) != (0.0, None):
+                source = self._healed(_converted(source, self._out / f"cut-{shape.digest}", parts, **options))
+                parts = []
+            _converted(source, variant, [*parts, *bits], **options)
+        if self._target.format is None:
+            return variant, variant
+        folder = self._out / f"served-{shape.digest}"
+        if not folder.exists():
+            self._say(f"exporting to {self._target.format}")
+            export_model(variant, self._target.format, quantization=self._target.quantization, out=folder)
+        return variant, folder
+
+    def _healed(self, cut: Path) -> Path:
+        """The folder with the model of `cut` after healing."""
+        healed = cut.with_name(cut.name.replace("cut-", "healed-"))
+        if not healed.exists():
+            student = load_model(cut)
+            samples = samples_of(self._model, self._inputs.learnt, self._tokenizer).undivided()
+            self._say("healing")
+            with Paged(self._out, _LIMIT) as paged, whole_folder(healed) as written:
+                found = heal(student, self._model, samples, self._out, limit=self._heal, seed=self._seed, paged=paged)
+                student.save_pretrained(written, max_shard_size="1GB")
+                self._tokenizer.save_pretrained(written)
+            self._say(f"healed in {found.steps} steps: held-out loss {found.loss_before:.3g} to {found.loss_after:.3g}")
+        return healed
+
+    def _methods(self, shape: Shape, blocks: Mapping[str, Block]) -> tuple[list[Method], list[Method]]:
+        """Those that cut the model to `shape`, and those that round what is left."""
+        parts = methods_of(replace(shape, bits=dict.fromkeys(shape.bits, 16)), blocks, self.depths)
+        return parts, [method for bits in self._target.bits for method in few_bits(shape, blocks, bits)]
+
+    @property
+    def _bits(self) -> tuple[int, ...]:
+        """Of a weight, the most first: those of the model, or what the export rounds to, and fewer."""
+        return (8 if self._target.format == "gguf" else 8 * self._model.dtype.itemsize, *self._target.bits)
+
+    def compared(self, variant: Path) -> Fidelity:
+        """On texts that nothing was chosen by, one at a time."""
+        self._say("comparing with the original")
+        batches = [
+            {name: value[row : row + 1, : int(batch["attention_mask"][row].sum())] for name, value in batch.items()}
+            for batch in samples_of(self._model, self._inputs.test[:_COMPARED], self._tokenizer).undivided().batches
+            for row in range(len(batch["input_ids"]))
+        ]
+        with Paged(self._out, _LIMIT):
+            return fidelity_on(self._model, _opened(variant), batches)
+
+
+def _converted(source: Path, out: Path, methods: Sequence[Method], **options: Any) -> Path:
+    """`convert`, unless `out` is there."""
+    return out if out.exists() else convert(source, out, methods, **options)
+
+
+def _opened(folder: Path) -> Any:
+    """The model, whose tensors stay in its files."""
+    return load_model(folder).eval()
+
+
+def _sentences(result: LargeCompressed) -> list[str]:
+    found, low_high = result.fidelity, result.fidelity.intervals.get("kl")
+    interval = "" if low_high is None else f" (95 % interval {low_high[0]:.3g} to {low_high[1]:.3g})"
+    lines = [
+        f"Kept: {result.kept}.",
+        f"{in_bytes(result.bytes)}, {result.bytes / result.original_bytes:.1%} of the original.",
+    ]
+    if found.kl is not None and found.agreement is not None:
+        lines.append(
+            f"On {found.compared or _COMPARED} texts that nothing was chosen by: KL {found.kl:.3g}{interval} nats a token to the "
+            f"original; the likeliest next token is the same for {found.agreement:.1%}."
+        )
+    if found.perplexity is not None and found.original_perplexity is not None:
+        lines.append(f"Perplexity there: {found.perplexity:.3f}, of the original {found.original_perplexity:.3f}.")
+    return [*lines, f"Written: {result.folder} (to serve), {result.model} (to train on)."]
+
+
+def _write(result: LargeCompressed, costs: LayerCosts, depths: Mapping[str, int], out: Path, command: str) -> None:
+    """Write the result as JSON, and as a page with a row for each layer."""
+    facts = {"command": command, "hf_freeze_version": __version__}
+    write_whole(out / "compressed.json", json.dumps(asdict(result) | facts, default=str, indent=1) + "\n")
+    rows = []
+    for stack, depth in depths.items():
+        for layer in range(depth):
+            some = [block for block in costs.blocks.values() if block.place == (stack, layer)]
+            stays = layer in result.shape.layers[stack]
+            cells = [f"{stack} {layer}", f"{costs.layers.get((stack, layer), math.nan):.3g}"]
+            for kind in ("heads", "neurons"):
+                of_kind = [block for block in some if block.kind == kind]
+                kept = ", ".join(f"{result.shape.units[block.name]} of {block.units}" for block in of_kind) or "–"
+                bits = ", ".join(str(result.shape.bits[block.name]) for block in of_kind) or "–"
+                cells += [kept, bits] if stays else ["–", "–"]
+            rows.append(cells)
+    headings = ["layer", "changes the states by", "heads or groups kept", "bits", "neurons kept", "bits of the FFN"]
+    text = ["# A large model, compressed", "\n".join(f"- {line}" for line in _sentences(result)[:-1])]
+    text += ["\n".join(markdown_table(headings, rows, left=1)), f"Made by hf_freeze {__version__}: `{command}`"]
+    write_whole(out / "README.md", "\n\n".join(text) + "\n")
+    for path in out.glob("served-*"):
+        if path != result.folder:
+            shutil.rmtree(path)
