@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
@@ -24,8 +25,10 @@ from hf_freeze.model.calibration import Report, warned_once
 from hf_freeze.model.paging import Paged
 from hf_freeze.model.samples import Samples
 from hf_freeze.solvers.columns import eliminate
+from hf_freeze.solvers.moments import working_dtype
 
 _FILE = "costs.jsonl"
+_RIDGE = {torch.float64: 1e-6, torch.float32: 1e-4}  # by which copies of a neuron seem to cost something
 _COMPARED = 2  # batches that tell what fewer bits change
 _BITS = (8, 4)
 
@@ -60,11 +63,12 @@ def layer_costs(model: Any, samples: Samples, paged: Paged) -> LayerCosts:
                         "compressed layer by layer"
                     )
                 heads: list[list[int]] = []
+                linear = model.base_model.get_submodule(output)
+                ridge = _RIDGE[working_dtype(linear.weight)]
                 if attention is not None:
-                    heads, order = eliminated_heads(model, attention, moment)
+                    heads, order = eliminated_heads(model, attention, moment, ridge)
                 else:
-                    linear = model.base_model.get_submodule(output)
-                    order = eliminate(surgery.effective_weight(linear), linear.bias, moment)
+                    order = eliminate(surgery.effective_weight(linear), linear.bias, moment, ridge=ridge)
                 losses = (
                     moment.weight / size * order.losses
                 ).tolist()  # tokens count by 1 / the mean square of a channel
