@@ -63,12 +63,13 @@ def layer_costs(model: Any, samples: Samples, paged: Paged) -> LayerCosts:
                         "compressed layer by layer"
                     )
                 heads: list[list[int]] = []
-                linear = model.base_model.get_submodule(output)
-                ridge = _RIDGE[working_dtype(linear.weight)]
                 if attention is not None:
-                    heads, order = eliminated_heads(model, attention, moment, ridge)
+                    heads, order = eliminated_heads(model, attention, moment)
                 else:
-                    order = eliminate(surgery.effective_weight(linear), linear.bias, moment, ridge=ridge)
+                    linear = model.base_model.get_submodule(output)
+                    weight = surgery.effective_weight(linear).float()
+                    weight = weight.to(dtype := working_dtype(weight))
+                    order = eliminate(weight, linear.bias, moment, ridge=_RIDGE[dtype])
                 losses = (
                     moment.weight / size * order.losses
                 ).tolist()  # tokens count by 1 / the mean square of a channel

@@ -35,7 +35,7 @@ from hf_freeze.methods.parts import Part, Selection
 from hf_freeze.methods.registry import register_method
 from hf_freeze.seeded import Origin
 from hf_freeze.solvers.columns import Elimination, eliminate
-from hf_freeze.solvers.moments import RIDGE, Moments
+from hf_freeze.solvers.moments import Moments
 
 _MOST_PENALTY = 1e9
 
@@ -341,15 +341,13 @@ class HeadPruning(Method):
             surgery.pad_heads(model, attention, kept)
 
 
-def eliminated_heads(
-    model: Any, attention: Attention, moments: Moments, ridge: float = RIDGE
-) -> tuple[list[list[int]], Elimination]:
+def eliminated_heads(model: Any, attention: Attention, moments: Moments) -> tuple[list[list[int]], Elimination]:
     """The groups of heads that can go, and the order in which they do, by their inputs of the output projection."""
     heads, unit = surgery.count_heads(model, attention, "head_pruning"), removed_together(model, attention)
     groups = [list(range(first, first + unit)) for first in range(0, heads, unit)]
     linear = model.base_model.get_submodule(attention.o)
     columns = [inputs_of(model, attention, group) for group in groups]
-    return groups, eliminate(surgery.effective_weight(linear), linear.bias, moments, columns, ridge=ridge)
+    return groups, eliminate(surgery.effective_weight(linear), linear.bias, moments, columns)
 
 
 def _of_groups(groups: list[list[int]], order: Elimination) -> Callable[[int], list[int]]:
