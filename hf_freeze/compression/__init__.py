@@ -10,6 +10,8 @@ from hf_freeze.compression.budget import Budget as Budget
 
 if TYPE_CHECKING:
     from hf_freeze.compression.labels import Labels as Labels
+    from hf_freeze.compression.large import LargeCompressed as LargeCompressed
+    from hf_freeze.compression.large import compress_large as compress_large
     from hf_freeze.compression.progress import Step as Step
     from hf_freeze.compression.progress import Stopped as Stopped
     from hf_freeze.compression.results import Compressed as Compressed
@@ -21,7 +23,9 @@ _MODULES = {
     "Step": "progress",
     "Stopped": "progress",
     "Compressed": "results",
+    "LargeCompressed": "large",
     "compress": "run",
+    "compress_large": "large",
     "front": "run",
 }  # public name -> the module that is imported when the name is first used
 

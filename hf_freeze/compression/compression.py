@@ -29,6 +29,8 @@ from hf_freeze.compression.results import Build, Compressed, Measured, Tried
 from hf_freeze.compression.search import MUCH_WORSE, Search
 from hf_freeze.compression.settings import Settings
 from hf_freeze.compression.shape import Shape, full_shape
+from hf_freeze.model.convert import header_of
+from hf_freeze.model.paging import available
 from hf_freeze.publish.export.served import opened
 from hf_freeze.seeded.tensor import fingerprint
 
@@ -62,6 +64,7 @@ class Compression:
         self.source, self.budget, self.out, self.command, self.settings = source, budget, out, command, settings
         self.console = console or Console()
         self.inputs = Inputs.of(items, settings.seed, labels)
+        _check_memory(source)
         served = opened(source)
         if labels is not None:
             check_labels(served, labels)
@@ -244,4 +247,17 @@ class Compression:
             after=after,
             healed=build.healed,
             seconds=self.phases.seconds,
+        )
+
+
+def _check_memory(source: str) -> None:
+    """Raise ValueError for a folder whose model does not fit into memory in fp32."""
+    files, free = list(Path(source).glob("*.safetensors")), available()
+    if not files or free is None:
+        return
+    needed = sum(4 * math.prod(shape) for file in files for _, shape in header_of(file).values())
+    if needed > free:
+        raise ValueError(
+            f"{source} takes {needed / 1e9:.1f} GB of memory in fp32, and {free / 1e9:.1f} GB are free: give --layer-by-layer "
+            "(compress_large in Python), or use a machine with more memory"
         )

@@ -169,14 +169,14 @@ def check_shards(source: Path) -> dict[str, tuple[str, list[int]]]:
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{source / _INDEX} is no index of shards: {error}") from error
     elif (source / _SINGLE).exists():
-        places = dict.fromkeys(_header(source / _SINGLE), _SINGLE)
+        places = dict.fromkeys(header_of(source / _SINGLE), _SINGLE)
     else:
         raise FileNotFoundError(f"{source} holds neither {_SINGLE} nor {_INDEX}")
     headers = {}
     for shard in sorted(set(places.values())):
         if not (source / shard).is_file():
             raise FileNotFoundError(f"{source}: the index names {shard!r}, which is missing")
-        headers[shard] = _header(source / shard)
+        headers[shard] = header_of(source / shard)
     for name, shard in places.items():
         if name not in headers[shard]:
             raise ValueError(f"{source}: the index says that {name!r} is in {shard!r}, but it is not")
@@ -206,7 +206,7 @@ def _are_open(methods: Sequence[Method], model: Any) -> bool:
     return any(part.must_decide(architecture_for(model), model.config) for part in selections if part is not None)
 
 
-def _header(file: Path) -> dict[str, tuple[str, list[int]]]:
+def header_of(file: Path) -> dict[str, tuple[str, list[int]]]:
     """{tensor: (dtype, shape)} of a safetensors file. Raises ValueError if it is truncated or none."""
     try:
         with safe_open(file, "pt") as opened:

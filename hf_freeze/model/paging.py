@@ -143,6 +143,15 @@ def resident() -> int:
         return 0
 
 
+def available() -> int | None:
+    """Bytes of memory that new work may take on this machine; None where that is not known."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return None
+
+
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of all parameters and buffers on the CPU, those of more than one name under each."""
     for owner_name, owner in module.named_modules(remove_duplicate=False):

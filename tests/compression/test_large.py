@@ -11,7 +11,7 @@ from support.text import words
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_freeze import make_variant, methods
-from hf_freeze.compression import large
+from hf_freeze.compression import Budget, compress, large
 from hf_freeze.compression.large import compress_large
 from hf_freeze.compression.layer_costs import layer_costs
 from hf_freeze.io import bytes_of
@@ -197,3 +197,11 @@ def test_the_command(planted, tmp_path):
     assert "is no folder with a model" in one_line_error(
         "compress", tmp_path / "none", "--layer-by-layer", "--out", tmp_path / "o", *texts, "--max-bytes", "5MB"
     )
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(planted, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_freeze.compression.compression.available", lambda: 10**5)
+    with pytest.raises(
+        ValueError, match=r"takes 0\.0 GB of memory in fp32, and 0\.0 GB are free: give --layer-by-layer"
+    ):
+        compress(planted, texts=TEXTS, budget=Budget(max_bytes="50%"), out=tmp_path / "out")
