@@ -27,7 +27,7 @@ from hf_freeze.methods.base import Method
 from hf_freeze.methods.budget import check_budget, is_auto, share_budget
 from hf_freeze.methods.order import needs_config
 from hf_freeze.methods.parts import InitialValues, SeededValues, Selection
-from hf_freeze.methods.registry import method_to_dict
+from hf_freeze.methods.registry import method_from_dict, method_to_dict
 from hf_freeze.model.alignment_heads import has_alignment, without_heads, without_layers
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.calibrator import Calibrator
@@ -234,6 +234,18 @@ class _Conversions:
 
     def _fix_selection(self, number: int) -> None:
         """Fix what the method keeps, where weights or texts decide it."""
+        if (paged := self.how.paged) is None:
+            self._decide(number)
+            return
+
+        def decided() -> dict[str, Any]:
+            self._decide(number)
+            return {"method": method_to_dict(self.methods[number - 1]), "removal": self.removal}
+
+        found = paged.once(f"decided {number}", decided)
+        self.methods[number - 1], self.removal = method_from_dict(found["method"]), found["removal"]
+
+    def _decide(self, number: int) -> None:
         method, calibrator = self.methods[number - 1], self.calibrator
         if self.how.budget is not None and calibrator is not None and is_auto(method):
             if not calibrator.runs:

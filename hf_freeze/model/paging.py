@@ -6,6 +6,7 @@ another (`Paged`), and a thread has the system write out and forget the pages of
 
 import contextlib
 import ctypes
+import json
 import math
 import os
 import re
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.io import sync, whole_lines
+from hf_freeze.io import sync, whole_lines, write_whole
 
 _SMALL = 2**16  # bytes; smaller tensors stay in memory
 _MADV_PAGEOUT = 21  # Linux 5.4: no change is lost, whether the pages are written yet or not
@@ -64,6 +65,13 @@ class Paged:
         copy = in_file(path, tensor.shape, tensor.dtype, new=True).copy_(tensor)
         path.unlink()
         return copy
+
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` gives, as plain data: a process that resumes reads it."""
+        path = self.folder / f"{name}.json"
+        if not path.exists():
+            write_whole(path, json.dumps(make()))
+        return json.loads(path.read_text(encoding="utf-8"))
 
     def next_step(self) -> None:
         """Modules of the same name are others from now on."""
