@@ -58,6 +58,7 @@ def write_backbone(
 ) -> None:
     """Write a Llama of these `sizes` (as in `SIZES`) in bf16, shard by shard: it may be larger than the memory. `values`: of
     each parameter, by its name and shape."""
+    torch.manual_seed(0)
     hidden, width, layers, heads, groups = sizes
     config = LlamaConfig(
         hidden_size=hidden,
