@@ -130,9 +130,11 @@ class MagnitudePruning(SparseMethod):
         sizes = {name: module.weight.numel() for name, module in modules.items()}
         unit = max(1, min(sizes.values()) // _UNITS)
         curves = {name: [0.0] * (size // unit + 1) for name, size in sizes.items()}
-        for moments in statistics.walk(list(modules), curvature=True):
+        for moments in statistics.walk(list(modules), curvature=True, resumes=False):
             for name, moment in moments.items():
-                if moment is not None and moment.curvature is not None:
+                if moment is not None and moment.curvature is None:  # nothing tells which linear matters more
+                    return dict.fromkeys(modules, 1 - self.sparsity)
+                if moment is not None:
                     linear = old.base_model.get_submodule(name)
                     errors = losses(surgery.effective_weight(linear), linear.bias, moment, _SHARES)
                     curves[name] = _interpolated([0.0, *errors], [1.0, *_SHARES], unit / sizes[name])

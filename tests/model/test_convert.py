@@ -11,6 +11,7 @@ import torch
 from families.contract import tiny_config
 from safetensors.torch import load_file, save_file
 from support.cases import ALL, BASELINES, once, plain
+from support.conversions import ended_with, exit_at
 from support.models import build, merge_or_none, native
 from support.parametrize import over
 from support.recipes import cli, one_line_error
@@ -226,27 +227,6 @@ def test_after_a_kill_the_same_call_goes_on(stop, source, tmp_path, monkeypatch)
     assert_same(out, wanted)
     linears = sum(isinstance(linear, LowRankLinear) for linear in module.load_model(out).modules())
     assert len(calls) == (linears - (stop - 1) if isinstance(stop, int) else 0)
-
-
-def ended_with(code, function):
-    """Whether the function ends a copy of this process with this exit code."""
-    child = os.fork()
-    if child == 0:
-        function()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
-
-
-def exit_at(count, function):
-    calls = []
-
-    def counted(*args, **options):
-        calls.append(args)
-        if len(calls) == count:
-            os._exit(7)
-        return function(*args, **options)
-
-    return counted
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs fork and posix_fallocate")

@@ -2,12 +2,11 @@
 
 import json
 import os
-import random
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.cases import plain
+from support.conversions import assert_same, needs_fork, tensors, texts_of
 from support.models import native
 from support.recipes import cli, one_line_error
 from support.text import words
@@ -22,11 +21,6 @@ from hf_freeze.model.convert import convert
 from hf_freeze.model.loading import load_model
 
 METHODS = [LowRank(rank=3, components=["attention"]), FFNPruning(width=8)]
-
-
-def texts_of(count, seed=0):
-    draw = random.Random(seed)
-    return [" ".join(f"w{draw.randrange(3, 40)}" for _ in range(draw.randrange(3, 9))) for _ in range(count)]
 
 
 TEXTS, TOKENIZER = texts_of(30), words(40)  # of one batch: nothing is held out
@@ -44,19 +38,6 @@ def source(request, tmp_path):
     model.save_pretrained(tmp_path / "source", max_shard_size="6KB")
     words(40, pad=model.config.pad_token_id or 0).save_pretrained(tmp_path / "source")
     return tmp_path / "source"
-
-
-def tensors(folder):
-    return {name: value for file in sorted(folder.glob("*.safetensors")) for name, value in load_file(file).items()}
-
-
-def assert_same(out, expected):
-    """Up to rounding: tensors of files lie elsewhere in memory, and products of matrices are rounded otherwise there."""
-    one, other = tensors(out), tensors(expected)
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert (value - other[name]).norm() <= 1e-3 * other[name].norm(), name
-    assert json.loads((out / "config.json").read_text()) == json.loads((expected / "config.json").read_text())
 
 
 def converted(source, out, methods=METHODS, calibration=TEXTS, **options):
@@ -82,7 +63,7 @@ def test_the_files_are_those_of_make_variant(source, tmp_path):
     assert any(not torch.equal(value, tensors(plain_out)[name]) for name, value in tensors(out).items())
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@needs_fork
 @pytest.mark.parametrize("stop", [2, 7, "pruning"])
 def test_after_a_kill_the_same_call_goes_on(stop, source, tmp_path, monkeypatch):
     """The linears that are finished are read from the folder, and what the others see is what they would have seen."""
@@ -142,7 +123,7 @@ def test_a_budget_that_heads_and_neurons_share(source, tmp_path):
     assert "auto" not in str(load_model(tmp_path / "other").methods)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@needs_fork
 def test_layers_that_the_texts_choose(source, tmp_path):
     """Many candidates are made and compared before; then it is killed."""
     methods = [LayerSelection(share=0.5), LowRank(rank=3, components=["attention"])]
