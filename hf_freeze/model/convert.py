@@ -29,6 +29,7 @@ from hf_freeze.model.paging import Paged
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _JOB = "job.json"
+_BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file that are read to recognise it
 _OF_MODEL = re.compile(
     r"config\.json|.*\.(safetensors|bin|pt|index\.json|h5|msgpack|onnx|gguf)|README\.md|\..*"
     r"|modeling_hf_freeze\.py|hf_freeze_native\.py|hf_freeze_(rng|philox|schemes)\.py"  # which load the source
@@ -240,18 +241,26 @@ def _check_room(out: Path, needed: int) -> None:
 
 def _identity(source: Path, files: dict[str, Any]) -> dict[str, str]:
     """What another call must find as it is to go on with the same work."""
-    changed = {
-        path.name: path.stat().st_mtime_ns
-        for path in sorted(source.iterdir())
-        if path.suffix in (".safetensors", ".json")
-    }
-    digest = hashlib.sha256(json.dumps([files, changed], sort_keys=True).encode()).hexdigest()
+    paths = sorted(path for path in source.iterdir() if path.suffix in (".safetensors", ".json"))
+    contents = {path.name: _sampled_digest(path) for path in paths}
+    digest = hashlib.sha256(json.dumps([files, contents], sort_keys=True).encode()).hexdigest()
     return {
         "source": str(source.resolve()),
         "digest": digest,
         "hf_freeze": __version__,
         "torch": torch.__version__,
     }
+
+
+def _sampled_digest(path: Path) -> str:
+    """Of the size of a file and of blocks spread over it: a whole checkpoint would take minutes to read."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for number in range(_BLOCKS):
+            file.seek(max(size - _BLOCK_BYTES, 0) * number // (_BLOCKS - 1))
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def _claim(folder: Path, job: dict[str, Any]) -> None:

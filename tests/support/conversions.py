@@ -1,13 +1,50 @@
 """What tests of `convert` share: texts for a calibration, comparing folders, and processes that are killed."""
 
+import copy
+import functools
 import json
 import os
 import random
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from hf_freeze.architectures.registry import ARCHITECTURES
+from hf_freeze.methods import FFNPruning, Quantize
+from hf_freeze.model.convert import convert
+from support.cases import native_config
+from support.models import add_noise
+from support.text import words
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+FFN, INT4 = FFNPruning(width=40), Quantize(weights="int4", granularity="group-64")
+TOKENIZER = words(40)
+
+
+@functools.cache
+def _model_of(name):
+    if name == "llama":
+        config = native_config(ARCHITECTURES["llama"])
+        config.num_hidden_layers, config.intermediate_size = 4, 72  # of two groups of int4
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        model = AutoModelForSeq2SeqLM.from_config(native_config(ARCHITECTURES["marian"], "uneven"))  # 4 layers and 2
+    return add_noise(model, ARCHITECTURES[name]).eval()
+
+
+def saved_source(name, folder, dtype=None):
+    """A llama of four layers or a marian of four and two, in shards, with a tokenizer."""
+    model = _model_of(name)
+    (model if dtype is None else copy.deepcopy(model).to(dtype)).save_pretrained(folder, max_shard_size="20KB")
+    words(40, pad=model.config.pad_token_id).save_pretrained(folder)
+    return folder
+
+
+def converted(source, out, methods=(FFN,), **options):
+    """With a calibration of one batch."""
+    options = {"calibration": texts_of(20), "tokenizer": TOKENIZER} | options
+    return convert(source, out, methods, max_shard_size="20KB", **options)
 
 
 def texts_of(count, seed=0):
