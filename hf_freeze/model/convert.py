@@ -25,6 +25,7 @@ from hf_freeze.model.calibration import digest_of
 from hf_freeze.model.loading import empty_model, load_model
 from hf_freeze.model.make import Conversion, variant_of
 from hf_freeze.model.paging import Paged
+from hf_freeze.model.samples import check_items
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -67,6 +68,7 @@ def convert(
     if calibration is not None:
         if isinstance(calibration, Iterable) and not isinstance(calibration, str | Mapping):
             calibration = list(calibration)  # it is read more than once
+            check_items(calibration, tokenizer)  # before a folder is made
         settings["calibration"] = digest_of(calibration, tokenizer)
     check_budget(methods, budget, calibration)
     if budget is not None:

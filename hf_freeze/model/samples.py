@@ -60,14 +60,19 @@ def samples_of(model: Any, calibration: Any, tokenizer: Any = None) -> Samples:
     if not isinstance(calibration, Iterable) or isinstance(calibration, Mapping):
         raise ValueError(f"calibration must be texts or batches, not a {type(calibration).__name__}")
     items = list(calibration)
-    if not items:
-        raise ValueError("calibration is empty: give some hundred texts, or batches")
+    check_items(items, tokenizer)
     if isinstance(items[0], Mapping):
         batches = [_without_labels(model, batch) for batch in items]
         return _split(batches, sum(_rows_of(batch) for batch in batches))
-    if tokenizer is None:
-        raise ValueError("calibration with texts needs tokenizer=, the model's")
     return _split(_tokenized(model, items, tokenizer), len(items))
+
+
+def check_items(items: Sequence[Any], tokenizer: Any) -> None:
+    """Raise ValueError for no texts or batches, and for texts without a tokenizer."""
+    if not items:
+        raise ValueError("calibration is empty: give some hundred texts, or batches")
+    if tokenizer is None and not isinstance(items[0], Mapping):
+        raise ValueError("calibration with texts needs tokenizer=, the model's")
 
 
 def _split(batches: list[dict[str, Any]], texts: int) -> Samples:

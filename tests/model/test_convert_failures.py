@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.conversions import FFN, INT4, assert_same, converted, saved_source, tensors, texts_of
+from support.conversions import FFN, INT4, assert_same, converted, saved_source, texts_of
 from support.recipes import one_line_error
 
 from hf_freeze.methods.registry import method_to_dict
@@ -71,7 +71,7 @@ def layers_of(run):
 
 
 @needs_allocation
-@pytest.mark.parametrize(("methods", "files"), [([FFN], 0), ([FFN], 30), ([FFN], 40), ([INT4], 60)])
+@pytest.mark.parametrize(("methods", "files"), [([FFN], 0), ([FFN], 30), ([FFN], 35), ([INT4], 60)])
 def test_a_full_disk_says_what_is_needed_where_and_the_same_call_goes_on(methods, files, source, tmp_path, monkeypatch):
     wanted = converted(source, tmp_path / "expected", methods)
     with monkeypatch.context() as patch:
@@ -166,7 +166,14 @@ def test_of_large_files_blocks_are_compared(tmp_path):
     assert len(digests | {_sampled_digest(path)}) == 5
 
 
-def test_texts_without_a_tokenizer_are_one_line(source, tmp_path):
-    with pytest.raises(ValueError, match=r"^[^\n]*tokenizer[^\n]*$"):
-        converted(source, tmp_path / "out", tokenizer=None)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": None}, "calibration with texts needs tokenizer="),
+        ({"calibration": []}, "calibration is empty: give"),
+    ],
+)
+def test_texts_that_cannot_be_read_are_refused_before_a_folder_is_made(options, message, source, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        converted(source, tmp_path / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
