@@ -48,25 +48,36 @@ def test_elimination_removes_what_costs_least_and_its_curve_is_exact(settings, g
     assert result.kept(2) == sorted(order[-2:])
 
 
-def test_blocks_of_removals_are_removals_one_at_a_time():
-    """More columns than a block removes, against updates of the whole matrices."""
-    case = seen(6, 150)
-    solved = problem(case.weight, None, case.moments)
+@pytest.mark.parametrize(
+    "groups",
+    [1, 2, [[at, *range(at + 1, at + 1 + at % 3)] for at in range(0, 248, 4)]],
+    ids=["alone", "pairs", "uneven, and some stay"],
+)
+@pytest.mark.parametrize("settings", [{}, {"bias": True, "pairs": True, "curvature": True}], ids=["plain", "all"])
+def test_blocks_of_removals_are_removals_one_at_a_time(groups, settings):
+    """More columns than a block removes, so that what is left is copied to smaller matrices; against updates of the whole
+    matrices."""
+    case = seen(6, 250, **settings)
+    solved, columns = problem(case.weight, case.bias, case.moments), group_columns(groups, 250)
+    curvature = torch.eye(6, dtype=torch.float64) if solved.curvature is None else solved.curvature
     w, p = solved.target.clone(), torch.linalg.inv(solved.gram)
     order, losses = [], [0.0]
-    for _ in range(150):
-        cost = w.square().sum(0) / p.diagonal()
-        cost[order] = float("inf")
-        g = int(cost.argmin())
-        losses.append(losses[-1] + float(cost[g]))
-        w, p = w - w[:, g].outer(p[g]) / p[g, g], p - p[:, g].outer(p[g]) / p[g, g]
-        order.append(g)
-        p[g, g] = 1
-    result = eliminate(case.weight, None, case.moments)
+    while len(order) < len(columns):
+        costs = {}
+        for number, g in enumerate(columns):
+            if number not in order:
+                costs[number] = float((curvature @ w[:, g] @ torch.linalg.inv(p[g][:, g]) * w[:, g]).sum())
+        order.append(min(costs, key=costs.__getitem__))
+        losses.append(losses[-1] + costs[order[-1]])
+        g = columns[order[-1]]
+        factor = torch.linalg.solve(p[g][:, g], p[g])
+        w, p = w - w[:, g] @ factor, p - p[:, g] @ factor
+    result = eliminate(case.weight, case.bias, case.moments, groups)
     assert result.order.tolist() == order
     torch.testing.assert_close(result.losses, torch.tensor(losses, dtype=torch.float64), rtol=1e-6, atol=0)
-    # With no input left, the error is that of no output at all.
-    assert float(result.losses[-1]) == pytest.approx(float((case.weight @ solved.gram * case.weight).sum()))
+    if groups == 1:  # with no input left, the error is that of no output at all
+        nothing = (curvature @ solved.target @ solved.gram * solved.target).sum()
+        assert float(result.losses[-1]) == pytest.approx(float(nothing))
 
 
 @pytest.mark.parametrize("bias", [False, True])
