@@ -83,7 +83,7 @@ class FinishedLayers:
     def _words(self, place: tuple[str, int], error: float | None) -> str:
         done, seconds = len(self._lines), time.monotonic() - self._start
         each = seconds / (done - self._resumed)
-        parts = [] if error is None else [f"error {100 * error:.2g} % of its outputs"]
+        parts = [] if error is None else [f"error {float(f'{100 * error:.2g}'):g} % of its outputs"]
         parts += [f"{each:.0f} s a layer", f"{resident() / 1e9:.2f} GB of memory"]
         if left := self._total - done:
             parts.append(f"{_in_words(left * each)} left")

@@ -1,12 +1,27 @@
 """A calibrated conversion that was stopped goes on after the last finished layer, with the results of an uninterrupted one."""
 
+import re
+
 import pytest
-from support.conversions import FFN, INT4, assert_same, converted, ended_with, exit_at, needs_fork, saved_source
+import torch
+from support.conversions import (
+    FFN,
+    INT4,
+    TOKENIZER,
+    assert_same,
+    converted,
+    ended_with,
+    exit_at,
+    needs_fork,
+    saved_source,
+    texts_of,
+)
 
 from hf_freeze.methods import FFNPruning, HeadPruning, HiddenPruning, MagnitudePruning, ffn_pruning
 from hf_freeze.methods import _quantized_values as quantized
 from hf_freeze.model import paging
 from hf_freeze.model.finished_layers import FinishedLayers
+from hf_freeze.model.loading import load_model
 from hf_freeze.model.streams import Streams
 from hf_freeze.model.sums import Sums
 
@@ -155,3 +170,61 @@ def test_a_line_of_the_journal_that_was_cut_off_is_no_line(source, tmp_path, res
     journal.write_bytes(first + second[: len(second) // 2])
     killed(source, tmp_path / "out", [FFN], FinishedLayers, "add", 2, after=True)  # its lines come behind the rest
     assert resumed([FFN])[2] == 3
+
+
+# -- what is said --------------------------------------------------------------------------------------------------------------
+
+LINE = re.compile(
+    r"(?P<stack>\w+) layer (?P<layer>\d+) \((?P<done>\d+) of (?P<total>\d+)\): (error (?P<error>[\d.]+) % of its outputs, )?"
+    r"\d+ s a layer, \d+\.\d\d GB of memory(?P<left>, \d+ s left)?"
+)
+
+
+def said_lines(source, out, methods=(FFN,)):
+    """Those of layers, each matched as a whole."""
+    said = []
+    converted(source, out, methods, say=said.append)
+    found = [LINE.fullmatch(text) for text in said if " layer " in text]
+    assert all(found), said
+    return found
+
+
+@pytest.mark.parametrize("source", ["marian"], indirect=True)
+def test_a_line_for_each_layer_says_its_error_and_the_time_left(source, tmp_path):
+    lines = said_lines(source, tmp_path / "out", [FFNPruning(width=12)])
+    places = [(line["stack"], line["layer"], line["done"], line["total"]) for line in lines]
+    of_encoder = [("encoder", str(number), str(number), "6") for number in range(1, 5)]
+    assert places == [*of_encoder, ("decoder", "1", "5", "6"), ("decoder", "2", "6", "6")]
+    # Of the last layer of a stack nothing runs any more, so its error is not known.
+    assert [line["error"] is None for line in lines] == [False, False, False, True, False, True]
+    assert [line["left"] is None for line in lines] == [False] * 5 + [True]
+
+
+def test_after_a_kill_lines_go_on_with_the_next_number(source, tmp_path):
+    killed(source, tmp_path / "out", [FFN], FinishedLayers, "add", 2, after=True)
+    assert [line["done"] for line in said_lines(source, tmp_path / "out")] == ["3", "4"]
+
+
+def test_the_error_of_a_layer_is_that_of_the_saved_models(source, tmp_path):
+    lines = said_lines(source, tmp_path / "out")
+    states = {}
+    for folder in (source, tmp_path / "out"):
+        model = load_model(folder).eval()
+        with torch.no_grad():  # each text alone
+            runs = [model(**TOKENIZER([text], return_tensors="pt"), output_hidden_states=True) for text in texts_of(20)]
+        states[folder] = [torch.cat(layer, 1) for layer in zip(*(run.hidden_states for run in runs), strict=True)]
+    for number in range(1, 4):
+        old, new = (of_model[number] for of_model in states.values())
+        assert float(lines[number - 1]["error"]) == pytest.approx(
+            float(100 * (new - old).norm() / old.norm()), rel=0.06
+        )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"), [(0.000123, "0.012 %"), (0.0567, "5.7 %"), (1.0, "100 %"), (2.345, "230 %")]
+)
+def test_errors_have_two_digits(error, words, tmp_path):
+    said = []
+    paged = paging.Paged(tmp_path, 10**9, said.append)
+    FinishedLayers(paged, 2).add(("decoder", 0), {}, error, {})
+    assert f": error {words} of its outputs, " in said[0]
