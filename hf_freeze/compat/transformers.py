@@ -4,6 +4,7 @@ No other file names these; tests/compat checks each of them and says what moved 
 """
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -345,10 +346,22 @@ def on_device(trainer: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_checkpointing(model: Any, on: bool) -> None:
-    """Whether layers of `model` compute their activations again for the gradient; 5.23 has other names for it than 5.10."""
+    """Whether layers of `model` compute their activations again for the gradient; 5.23 has other names for it than 5.10. They do
+    so where their `training` is True, without dropout all the same: it is False from then on."""
     begins = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if on:
-        options = {f"{begins}_checkpointing_kwargs": {"use_reentrant": False}}
-        getattr(model, f"{begins}_checkpointing_enable")(**options)
-    else:
+    if not on:
         getattr(model, f"{begins}_checkpointing_disable")()
+        return
+    getattr(model, f"{begins}_checkpointing_enable")(**{f"{begins}_checkpointing_kwargs": {"use_reentrant": False}})
+    for layer in model.modules():
+        if (checkpoint := getattr(layer, "_gradient_checkpointing_func", None)) is not None:
+            layer._gradient_checkpointing_func = functools.partial(_checkpointed, layer, checkpoint)
+
+
+def _checkpointed(layer: Any, checkpoint: Any, function: Any, *args: Any) -> Any:
+    return checkpoint(functools.partial(_run_in_eval_mode, layer, function), *args)
+
+
+def _run_in_eval_mode(layer: Any, function: Any, *args: Any) -> Any:
+    layer.training = False
+    return function(*args)
