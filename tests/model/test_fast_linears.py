@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.conversions import converted, saved_source, tensors
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from hf_freeze.methods import MagnitudePruning
 from hf_freeze.model import paging, running
@@ -18,15 +19,29 @@ def slow(monkeypatch):
     monkeypatch.setattr(running, "_is_slow", lambda dtype: True)
 
 
+class Seen(TorchFunctionMode):
+    """Records the dtypes in which linears compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is functional.linear:
+            self.dtypes |= {each.dtype for each in args if each is not None}
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_products_are_those_in_fp32_rounded_once(dtype, slow):
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 5, 30), (7, 30), (7,)))
-    with fast_linears(dtype):
+    with Seen() as seen, fast_linears(dtype):
         found = [
             functional.linear(x, weight),
             functional.linear(x, weight, bias),
             functional.linear(x, weight, bias=bias),
         ]
+    assert seen.dtypes == {torch.float32}
     plain = x.float() @ weight.float().T
     for value, expected in zip(found, (plain, plain + bias.float(), plain + bias.float()), strict=True):
         assert value.dtype == dtype
