@@ -147,7 +147,10 @@ def _write(source: Path, out: Path, job: _Job, max_shard_size: str, say: Callabl
         say(f"writing {out}")
         written = folder / "written"
         shutil.rmtree(written, ignore_errors=True)
-        model.save_pretrained(written, max_shard_size=max_shard_size)
+        try:
+            model.save_pretrained(written, max_shard_size=max_shard_size)
+        except SafetensorError as error:  # such as of a full disk
+            raise OSError(f"{written}: {error}") from error
     for path in source.iterdir():  # of the tokenizer, above all
         if path.is_file() and not _OF_MODEL.fullmatch(path.name) and not (written / path.name).exists():
             shutil.copyfile(path, written / path.name)

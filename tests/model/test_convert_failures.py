@@ -8,9 +8,11 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from support.conversions import FFN, INT4, assert_same, converted, saved_source, texts_of
 from support.recipes import one_line_error
+from transformers import modeling_utils
 
 from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model import paging
@@ -81,6 +83,17 @@ def test_a_full_disk_says_what_is_needed_where_and_the_same_call_goes_on(methods
             converted(source, tmp_path / "out", methods)
     assert not (tmp_path / "out").exists()
     assert_same(converted(source, tmp_path / "out", methods), wanted)
+
+
+def test_a_disk_that_is_full_when_the_result_is_written_is_an_error_of_the_system(source, tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_utils, "safe_save_file", full)
+        with pytest.raises(OSError, match=r"\.out\.part/written: .* No space left on device"):
+            converted(source, tmp_path / "out")
+    assert layers_of(lambda say: converted(source, tmp_path / "out", say=say)) == 0  # all are finished
 
 
 @needs_allocation
