@@ -26,13 +26,14 @@ from hf_freeze.model.streams import Streams
 from hf_freeze.model.sums import Sums
 
 pytestmark = needs_fork
-METHODS = {  # and of how many linears and norms of a layer each asks for the moments
-    "ffn": ([FFN], 1),
-    "int4": ([INT4], 7),
-    "magnitude": ([MagnitudePruning(sparsity=0.5)], 3),
-    "obs": ([MagnitudePruning(sparsity=0.5, criterion="obs")], 3),
-    "heads": ([HeadPruning(share=0.5)], 1),
-    "hidden": ([HiddenPruning(width=12)], 9),
+METHODS = {  # and of how many linears and norms of a layer each asks for the moments; also before it cuts
+    "ffn": ([FFN], 1, 0),
+    "int4": ([INT4], 7, 0),
+    "magnitude": ([MagnitudePruning(sparsity=0.5)], 3, 0),
+    "obs": ([MagnitudePruning(sparsity=0.5, criterion="obs")], 3, 0),
+    "heads": ([HeadPruning(share=0.5)], 1, 0),
+    "hidden": ([HiddenPruning(width=12)], 9, 5),
+    "neurons of all layers": ([FFNPruning(share=0.5)], 1, 1),
 }
 
 
@@ -108,10 +109,13 @@ def resumed(source, tmp_path, uninterrupted):
     return spared
 
 
-@pytest.mark.parametrize(("methods", "linears"), METHODS.values(), ids=METHODS)
-def test_after_a_kill_finished_layers_of_a_decoder_are_not_done_again(methods, linears, source, tmp_path, resumed):
+@pytest.mark.parametrize(("methods", "linears", "before"), METHODS.values(), ids=METHODS)
+def test_after_a_kill_finished_layers_of_a_decoder_are_not_done_again(
+    methods, linears, before, source, tmp_path, resumed
+):
+    """Nor is the pass before, which decides what stays: all four layers of it, three of which are left for the next."""
     killed(source, tmp_path / "out", methods, FinishedLayers, "add", 2, after=True)
-    assert resumed(methods) == [2 * linears, 2, 2]
+    assert resumed(methods) == [2 * linears + 4 * before, 2 + 3 * bool(before), 2]
 
 
 @pytest.mark.parametrize("source", ["marian"], indirect=True)
