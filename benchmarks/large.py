@@ -48,9 +48,9 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "int4 in groups of 64": lambda config: Quantize(weights="int4", granularity="group-64"),
 }
 SLOPES = {  # what grows -> (hidden size, FFN width, layers, heads, key-value heads, samples) of four models
-    "parameters": [(512, 1408, layers, 8, 4, 16) for layers in (4, 8, 16, 32)],
-    "samples": [(512, 1408, 4, 8, 4, samples) for samples in (16, 32, 64, 128)],
-    "width": [(hidden, 11 * hidden // 4, 2, hidden // 64, 4, 16) for hidden in (256, 512, 1024, 2048)],
+    "parameters": [(512, 1408, layers, 8, 4, 8) for layers in (2, 4, 8, 16)],
+    "samples": [(512, 1408, 2, 8, 4, samples) for samples in (8, 16, 32, 64)],
+    "width": [(hidden, 11 * hidden // 4, 2, hidden // 64, 4, 8) for hidden in (256, 512, 1024, 2048)],
 }
 
 

@@ -59,7 +59,7 @@ class Paged:
 
     @torch.no_grad()
     def copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor in a file, which is there as long as somebody uses it."""
+        """A copy of a tensor in a file, which is gone once no tensor uses it."""
         path = self.folder / f"{self._files}.tensor"
         self._files += 1
         copy = in_file(path, tensor.shape, tensor.dtype, new=True).copy_(tensor)
