@@ -112,7 +112,7 @@ def _changed(statistics: CalibrationPass) -> float:
 
 def _share(one: Tensor, other: Tensor) -> float:
     """The mean over tokens of ‖one - other‖² / ‖other‖²."""
-    one, other = (states.float().flatten(0, -2) for states in (one, other))
+    one, other = (states.to(one.device).float().flatten(0, -2) for states in (one, other))
     return float(((one - other).square().sum(-1) / other.square().sum(-1).clamp_min(1e-12)).mean())
 
 
@@ -139,7 +139,8 @@ def _rounded(model: Any, name: str, bits: int) -> Iterator[None]:
         weight = surgery.effective_weight(linear)
         numbers, steps = grid.quantized(weight)
         rounded = grid.read(grid.packed(numbers), steps, (weight.shape[0], weight.shape[1]), weight.dtype)
-        linear.weight.data = rounded.T.contiguous() if isinstance(linear, Conv1D) else rounded
+        rounded = rounded.T.contiguous() if isinstance(linear, Conv1D) else rounded
+        linear.weight.data = rounded.to(weight.device)
     try:
         yield
     finally:

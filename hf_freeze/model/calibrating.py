@@ -33,6 +33,7 @@ from hf_freeze.model.running import fast_linears, first_row, in_eval_mode, witho
 from hf_freeze.model.samples import samples_of
 from hf_freeze.model.streams import Place, Streams
 from hf_freeze.model.sums import Sums, add_routed, error_weights, selected
+from hf_freeze.model.visiting import Visit
 from hf_freeze.model.watching import Routed, seen_in, swapped
 from hf_freeze.model.whole_model import Batch, WholeModel
 from hf_freeze.progress import track
@@ -61,6 +62,7 @@ class CalibrationPass(WholeModel):
         self.report, self._make, self._new, self._paged = report, make, new, paged
         self.streams = Streams(old, new, self._batches, paged)
         self._finished: FinishedLayers | None = None
+        self._visit: Visit | None = None
         self._walks = 0
         self._groups: list[list[str]] = []  # of the present walk
         self._curvatures: dict[str, Tensor] = {}
@@ -188,7 +190,7 @@ class CalibrationPass(WholeModel):
             new = self.streams.joined("new", number, owner, at)
         if old is None or new is None or (states := self._left(old)).shape != new[2].shape:
             return
-        (x, output, joined), wanted = new, states.reshape(new[1].shape)
+        (x, output, joined), wanted = new, states.to(new[1].device).reshape(new[1].shape)
         lacking = wanted - joined.reshape(output.shape)
         rows = self._real.rows(owner, place, self._batches[number], x.states if isinstance(x, Routed) else x)
         if isinstance(x, Routed):
@@ -254,11 +256,25 @@ class CalibrationPass(WholeModel):
         self.streams.check()
         self._let_go()
         if self._paged is not None and self.streams.flow:
+            self._begin_visit()
             inside = [name for group in self._groups for name in group if self._place(name) == self.streams.at]
             self.streams.record([name for name in inside if surgery.owner_of(self._old, name) == name])
 
+    def _begin_visit(self) -> None:
+        """Have the present layer of both models on the GPU, if there is one."""
+        if (device := self.streams.device) is not None and self.streams.at is not None:
+            self._visit = Visit(device)
+            for model in ("old", "new") if self._old is not self._new else ("old",):
+                self._visit.begin(self.streams.layer(model, self.streams.at))
+
+    def _end_visit(self) -> None:
+        if self._visit is not None and self.streams.at is not None:
+            self._visit.end(*(self.streams.layer(model, self.streams.at) for model in ("old", "new")))
+            self._visit = None
+
     def _end_stack(self) -> None:
         """After the last linear of the present stack: no states are needed behind it."""
+        self._end_visit()
         if self._fitted:
             self._leave()
         elif self._finished is not None and self.streams.at is not None and self.streams.flow:
@@ -310,12 +326,14 @@ class CalibrationPass(WholeModel):
         fit = functools.partial(self._fit, parameters)
         if (finished := self._finished) is None:
             self.streams.leave(fit, number, last)
+            self._end_visit()
             return
 
         def keep(model: str, batch: int, states: Tensor) -> Tensor:
             return finished.file(model, at + 1, batch, states)
 
         self.streams.leave(fit, keep=keep)
+        self._end_visit()
         if self._old is self._new:
             self._keep_layer(stack, at, finished, {"old": self.streams.states["old"]}, None)
         else:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.model.paging import Paged
+from hf_freeze.model.visiting import accelerator
 from hf_freeze.model.watching import (
     Call,
     Reached,
@@ -46,6 +47,7 @@ class Streams:
         self.at: Place | None = None
         self.flow = False
         self._batches, self._paged = batches, paged
+        self.device = None if paged is None else accelerator()  # of the present layer in both models
         self._joins: dict[tuple[str, str], str | None] = {}
         self._recorded: list[dict[str, Tensor]] = []  # of each batch, as `record` says
         depths = self.architecture.depths(old.config)
@@ -120,8 +122,10 @@ class Streams:
     def run(self, model: str, batch: int, layer: nn.Module | None = None) -> Tensor:
         """What the present layer of a model, or `layer` instead, gives for the batch of this number."""
         stack, number = self._present()
-        call = self._calls[model][batch][number]
-        return call.run(self.layer(model, (stack, number)) if layer is None else layer, self.states[model][batch])
+        call, states = self._calls[model][batch][number], self.states[model][batch]
+        if self.device is not None:
+            call, states = call.on(self.device), states.to(self.device)
+        return call.run(self.layer(model, (stack, number)) if layer is None else layer, states)
 
     def record(self, linears: Sequence[str]) -> None:
         """Run the present layer of the old model once, and keep of each batch the outputs of these linears, what its norms read,

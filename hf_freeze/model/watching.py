@@ -34,6 +34,16 @@ class Call:
         )
         return output if torch.is_tensor(output) else output[0]
 
+    def on(self, device: torch.device) -> "Call":
+        """The same call with its arguments on a device."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, tuple | list):
+                return type(value)(map(moved, value))
+            return value.to(device) if torch.is_tensor(value) else value
+
+        return Call(moved(self.args), {key: moved(value) for key, value in self.kwargs.items()}, self.states)
+
     def shares_all_with(self, first: "Call") -> bool:
         """Whether all that it carries, such as a mask, is the same object in the call `first`."""
         known = {id(value) for value in (*first.args, *first.kwargs.values())}

@@ -19,6 +19,7 @@ from hf_freeze.methods.registry import method_to_dict
 from hf_freeze.model import paging
 from hf_freeze.model.convert import convert
 from hf_freeze.model.loading import load_model
+from hf_freeze.model.visiting import Visit
 
 METHODS = [LowRank(rank=3, components=["attention"]), FFNPruning(width=8)]
 
@@ -103,6 +104,38 @@ def test_other_texts_are_another_job(source, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="was left by a job with another calibration: run that one again"):
             converted(source, tmp_path / "out", calibration=other)
     converted(source, tmp_path / "out", calibration=iter(TEXTS))
+
+
+@pytest.mark.parametrize("source", ["llama", "marian"], indirect=True)
+def test_layers_visit_a_device_and_come_back(source, tmp_path, monkeypatch):
+    """Another place in memory stands for the device. What is not cut lies in the files of the source again."""
+    begun, begin = [], Visit.begin
+    monkeypatch.setattr("hf_freeze.model.streams.accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(Visit, "begin", lambda self, layer: (begun.append(layer), begin(self, layer)))
+    out = converted(source, tmp_path / "out", [FFNPruning(width=8), LowRank(rank=3, components=["attention"])])
+    assert_same(
+        out, expected(source, tmp_path / "expected", [FFNPruning(width=8), LowRank(rank=3, components=["attention"])])
+    )
+    depths = ARCHITECTURES[load_model(source).config.model_type].depths(load_model(source).config)
+    assert len(begun) == 2 * 2 * sum(depths.values())  # of two models, for two methods
+
+
+def test_a_visit_ends_with_the_tensors_that_were_there_or_the_new_ones():
+    old, new = (torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)) for _ in range(2))
+    places = {
+        name: value.data_ptr()
+        for name, value in (old.state_dict() | {f"new {n}": v for n, v in new.state_dict().items()}).items()
+    }
+    visit = Visit(torch.device("cpu"))
+    for layer in (old, new):
+        visit.begin(layer)
+        assert not {value.data_ptr() for value in layer.state_dict().values()} & {*places.values()}
+    new[0].weight.data.mul_(2)
+    new[1].running_mean = torch.ones(3)
+    visit.end(old, new)
+    assert all(value.data_ptr() == places[name] for name, value in old.state_dict().items())
+    moved = {name for name, value in new.state_dict().items() if value.data_ptr() != places[f"new {name}"]}
+    assert moved == {"0.weight", "1.running_mean"}
 
 
 @pytest.mark.parametrize("methods", [[FFNPruning(share=0.5)], [HeadPruning(share=0.5, scope="global")]])
