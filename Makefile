@@ -32,9 +32,14 @@ test: $(STAMP)  ## the short tier of the tests, which finds what is wrong with a
 	-$(BIN)/python tests/transformers_suite/fetch.py
 	$(PYTEST) --tier short
 
+# In two of three runs of all tests, a worker ended without a trace at the first test of latency, for a reason that is not found yet; it
+# never did where these tests have processes of their own.
+LATENCY := tests/publish/test_latency.py
+
 test-full: $(STAMP)  ## all tests
 	-$(BIN)/python tests/transformers_suite/fetch.py
-	$(PYTEST)
+	$(PYTEST) $(LATENCY)
+	$(PYTEST) --ignore $(LATENCY)
 
 test-all: export HF_FREEZE_TESTS := all
 test-all: test-full  ## the tests with every combination that they are drawn from: hours
