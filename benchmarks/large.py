@@ -44,7 +44,9 @@ TOKENS, ROWS = 512, 8  # of a sample, of a batch
 MB = 10**6
 METHODS: dict[str, Callable[[Any], Any]] = {
     "half of the neurons": lambda config: FFNPruning(width=config.intermediate_size // 2),
-    "low rank, 0.7 of the weights": lambda config: LowRank(rank=_ranks(config, 0.7), components=["ffn", "attention"]),
+    "low rank, 0.7 of the weights": lambda config: LowRank(
+        rank=_ranks(config, 0.7), components=["ffn", "attention"], solver="randomized"
+    ),
     "int4 in groups of 64": lambda config: Quantize(weights="int4", granularity="group-64"),
 }
 SLOPES = {  # what grows -> (hidden size, FFN width, layers, heads, key-value heads, samples) of four models
