@@ -29,7 +29,8 @@ class Phases:
         if difference := first_difference(self._state["identity"], identity):
             raise ValueError(f"{out} holds another compression ({difference}); choose another --out")
         for part in out.rglob("*.part"):  # of files that a killed process did not finish
-            part.unlink()
+            if part.is_file():  # folders are of `convert`, which resumes
+                part.unlink()
 
     @property
     def seconds(self) -> float:

@@ -15,6 +15,7 @@ from hf_freeze.compression import Budget, compress, large
 from hf_freeze.compression.large import compress_large
 from hf_freeze.compression.layer_costs import layer_costs
 from hf_freeze.io import bytes_of
+from hf_freeze.model.finished_layers import FinishedLayers
 from hf_freeze.model.loading import load_model
 from hf_freeze.model.paging import Paged
 from hf_freeze.model.samples import samples_of
@@ -127,6 +128,27 @@ def test_a_killed_call_resumes(layer, planted, tmp_path, monkeypatch):
     assert result.shape == wanted.shape
     assert result.fidelity.kl == pytest.approx(wanted.fidelity.kl, rel=1e-3, abs=1e-9)
     assert compressed(planted, tmp_path / "out", "40%", engine="torch").bytes == result.bytes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_call_that_is_killed_while_it_cuts_resumes(planted, tmp_path):
+    wanted, add, calls = compressed(planted, tmp_path / "whole", "40%", engine="torch"), FinishedLayers.add, []
+
+    def dies(*args):
+        add(*args)
+        calls.append(args)
+        if len(calls) > LAYERS:  # those of the statistics are finished
+            os._exit(7)
+
+    if (child := os.fork()) == 0:
+        FinishedLayers.add = dies
+        compressed(planted, tmp_path / "out", "40%", engine="torch")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert list((tmp_path / "out").glob(".model-*.part"))
+    result = compressed(planted, tmp_path / "out", "40%", engine="torch")
+    assert result.shape == wanted.shape
+    assert result.fidelity.kl == pytest.approx(wanted.fidelity.kl, rel=1e-3, abs=1e-9)
 
 
 def test_folders_for_transformers_have_equal_widths_and_bits_of_their_own(planted, tmp_path):
