@@ -134,6 +134,7 @@ def compress_large(
         "seed": seed,
     }
     phases = Phases(out, identity | {"texts": [len(texts), digest_of_items(list(texts))]})
+    phases.once("begun", lambda: True)  # from now on, the folder is of this compression
     say(f"the model: {in_bytes(size)}; the budget: {budget.words()}")
     work = _Work(model, original, inputs, samples, out, target, heal, seed, say)
     costs = work.costs()

@@ -146,6 +146,8 @@ def test_a_call_that_is_killed_while_it_cuts_resumes(planted, tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert list((tmp_path / "out").glob(".model-*.part"))
+    with pytest.raises(ValueError, match="holds another compression"):
+        compress_large(planted, texts=TEXTS[1:], max_bytes="40%", out=tmp_path / "out", engine="torch", samples=64)
     result = compressed(planted, tmp_path / "out", "40%", engine="torch")
     assert result.shape == wanted.shape
     assert result.fidelity.kl == pytest.approx(wanted.fidelity.kl, rel=1e-3, abs=1e-9)
