@@ -125,7 +125,9 @@ def compress_large(
         )
     inputs, size = Inputs.of(texts, seed), sum(path.stat().st_size for path in files_of(model))
     budget = Budget(max_bytes=max_bytes).resolved(size, None)
+    parse_limit(heal)
     identity = {
+        "heal": str(heal),
         "model": str(model),
         "bytes": size,
         "budget": budget.max_bytes,

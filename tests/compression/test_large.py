@@ -181,6 +181,8 @@ def test_what_is_refused(planted, tmp_path):
     ):
         with pytest.raises(ValueError, match=error):
             compressed(planted, tmp_path / engine, share, engine=engine)
+    with pytest.raises(ValueError, match="heal='soon': give 0, a time as '10min'"):
+        compressed(planted, tmp_path / "soon", "50%", heal="soon")
     with pytest.raises(ValueError, match="8 texts: give at least 16"):
         compress_large(planted, texts=TEXTS[:8], max_bytes="50%", out=tmp_path / "few")
     compressed(planted, tmp_path / "out", "70%", engine="torch")
