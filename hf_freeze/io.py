@@ -108,6 +108,14 @@ def link_or_copy(source: Path, target: Path) -> None:
     part.unlink(missing_ok=True)  # a rename of one link over another of the same file leaves both
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file that `whole_lines` reads, and have the disk hold it before this returns."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sync(path: Path) -> None:
     """Have the disk hold the file, or the names in the folder, before this returns."""
     if path.is_dir() and os.name == "nt":  # folders cannot be opened there

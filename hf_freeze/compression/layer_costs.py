@@ -2,7 +2,6 @@
 which the states behind the part change, as a share of their mean square."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from hf_freeze import surgery
 from hf_freeze.architectures.base import hidden_size
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.compression.blocks import Block, blocks_in
-from hf_freeze.io import whole_lines
+from hf_freeze.io import append_line, whole_lines
 from hf_freeze.layers.grids import Grid
 from hf_freeze.methods.head_pruning import eliminated_heads
 from hf_freeze.model.calibrating import CalibrationPass
@@ -70,9 +69,8 @@ def layer_costs(model: Any, samples: Samples, paged: Paged) -> LayerCosts:
                     weight = surgery.effective_weight(linear).float()
                     weight = weight.to(dtype := working_dtype(weight))
                     order = eliminate(weight, linear.bias, moment, ridge=_RIDGE[dtype])
-                losses = (
-                    moment.weight / size * order.losses
-                ).tolist()  # tokens count by 1 / the mean square of a channel
+                # Errors count by 1 / the mean square of a channel of the states.
+                losses = (moment.weight / size * order.losses).tolist()
                 block = Block(
                     name, weights[name], weights[name] / len(order.order), order.order.tolist(), losses, heads
                 )
@@ -98,10 +96,7 @@ def _known(path: Path) -> dict[str, Any]:
 
 def _append(path: Path, line: dict[str, Any]) -> None:
     line["bits"] = {str(bits): cost for bits, cost in line["bits"].items()}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(path, json.dumps(line))
 
 
 def _changed(statistics: CalibrationPass) -> float:

@@ -2,7 +2,6 @@
 the states of all batches before the next layer. A killed process resumes there."""
 
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_freeze.io import sync, whole_lines
+from hf_freeze.io import append_line, sync, whole_lines
 from hf_freeze.model.paging import Paged, in_file, resident
 
 _JOURNAL = "layers"
@@ -73,10 +72,7 @@ class FinishedLayers:
                 for model, tensors in states.items()
             },
         }
-        with self._path.open("a", encoding="utf-8") as journal:
-            journal.write(json.dumps(line) + "\n")
-            journal.flush()
-            os.fsync(journal.fileno())
+        append_line(self._path, json.dumps(line))
         self._lines.append(line)
         self.paged.say(self._words(place, error))
 

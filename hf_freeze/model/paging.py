@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_freeze import surgery
-from hf_freeze.io import sync, whole_lines, write_whole
+from hf_freeze.io import append_line, sync, whole_lines, write_whole
 
 _SMALL = 2**16  # bytes; smaller tensors stay in memory
 _MADV_PAGEOUT = 21  # Linux 5.4: no change is lost, whether the pages are written yet or not
@@ -108,10 +108,7 @@ class Paged:
             sync(path)
         sync(self.folder)
         self._kept.add(key)
-        with self._journal.open("a", encoding="utf-8") as journal:
-            journal.write(f"{key}\n")
-            journal.flush()
-            os.fsync(journal.fileno())
+        append_line(self._journal, key)
 
     def restore(self, name: str, module: nn.Module) -> bool:
         """Fill a module with what `keep` has kept of it; False if it has not."""
