@@ -48,6 +48,7 @@ def layer_costs(model: Any, samples: Samples, paged: Paged) -> LayerCosts:
     path = paged.folder / _FILE
     found, weights = blocks_in(model)
     known = _known(path)
+    changed: dict[tuple[str, int], float] = {}  # (stack, layer) -> what it changes in the states
     size = hidden_size(model.config)
     running = CalibrationPass(model, model, samples.batches, Report(), lambda *_: model, paged).running()
     with warned_once(), running as statistics:
@@ -74,11 +75,10 @@ def layer_costs(model: Any, samples: Samples, paged: Paged) -> LayerCosts:
                 block = Block(
                     name, weights[name], weights[name] / len(order.order), order.order.tolist(), losses, heads
                 )
-                line = {
-                    "block": asdict(block),
-                    "layer": _changed(statistics),
-                    "bits": _of_bits(statistics, model, name),
-                }
+                if block.place not in changed:
+                    changed[block.place] = _changed(statistics)
+                bits = _of_bits(statistics, model, name)
+                line = {"block": asdict(block), "layer": changed[block.place], "bits": bits}
                 known[name] = line
                 _append(path, line)
     places = {name: Block(**line["block"]).place for name, line in known.items()}

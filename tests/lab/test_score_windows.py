@@ -6,12 +6,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from support.language_models import llama_small_and_bert
 from support.recipes import cli, one_line_error
-from support.small import small_config
 from support.text import SOURCE, TARGET, fast_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_freeze import install, make_variant, methods
+from hf_freeze import install
 from hf_freeze.lab.scored import score_windows
 
 
@@ -19,19 +19,7 @@ from hf_freeze.lab.scored import score_windows
 def place(tmp_path_factory):
     """A Llama, a variant of it, BERT, and a text."""
     folder = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    tokenizer = fast_tokenizer(folder / "llama", end_of_text=False)
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 24}
-    model = AutoModelForCausalLM.from_config(small_config("llama", **sizes, pad_token_id=0, eos_token_id=1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    model.save_pretrained(folder / "llama")
-    variant = make_variant(model, [methods.LowRank(components=["ffn"], rank=2)])
-    variant.save_pretrained(folder / "small")
-    fast_tokenizer(folder / "small", end_of_text=False)
-    AutoModelForMaskedLM.from_config(small_config("bert", vocab_size=len(tokenizer))).save_pretrained(folder / "bert")
-    fast_tokenizer(folder / "bert", end_of_text=False)
+    llama_small_and_bert(folder, 24, ["ffn"])
     (folder / "text.txt").write_text("\n\n".join([*TARGET, *SOURCE] * 3), encoding="utf-8")
     return folder
 

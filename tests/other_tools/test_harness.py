@@ -7,14 +7,11 @@ import datasets
 import huggingface_hub.constants
 import numpy as np
 import pytest
-import torch
+from support.language_models import llama_small_and_bert
 from support.processes import new_process
 from support.recipes import cli, one_line_error
-from support.small import small_config
-from support.text import SOURCE, TARGET, fast_tokenizer
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from support.text import SOURCE, TARGET
 
-from hf_freeze import make_variant, methods
 from hf_freeze.lab.harness import score_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is installed by hand (docs/other_tools.md)")
@@ -56,19 +53,7 @@ ON_THE_HUB = "task: far\ndataset_path: nobody/none\ntest_split: test\noutput_typ
 def place(tmp_path_factory):
     """A Llama, a variant of it, BERT, and tasks of local files."""
     folder = tmp_path_factory.mktemp("harness")
-    torch.manual_seed(0)
-    tokenizer = fast_tokenizer(folder / "llama", end_of_text=False)
-    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 64}
-    model = AutoModelForCausalLM.from_config(small_config("llama", **sizes, pad_token_id=0, eos_token_id=1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    model.save_pretrained(folder / "llama")
-    variant = make_variant(model, [methods.LowRank(components=["ffn", "attention"], rank=2)])
-    variant.save_pretrained(folder / "small", remote_code=True)
-    AutoModelForMaskedLM.from_config(small_config("bert")).save_pretrained(folder / "bert")
-    for name in ("small", "bert"):
-        fast_tokenizer(folder / name, end_of_text=False)
+    llama_small_and_bert(folder, 64, ["ffn", "attention"], remote_code=True)
     rng, sentences = random.Random(1), [*TARGET, *SOURCE]
     words = [word for sentence in sentences for word in sentence.split()]
     questions = [
