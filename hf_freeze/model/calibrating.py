@@ -9,7 +9,6 @@ before one layer, and nothing of other layers.
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_freeze import surgery
-from hf_freeze.architectures.registry import architecture_for
-from hf_freeze.layers.derived import Derived, SelfInitialized, features
+from hf_freeze.layers.derived import Derived, features
 from hf_freeze.methods.base import Method
 from hf_freeze.model.calibration import Calibration, Report, calibrated_linears
 from hf_freeze.model.curvature import curvatures
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.finished_layers import FinishedLayers, States
-from hf_freeze.model.fitting import fit_together
+from hf_freeze.model.fitting import fit_together, may_be_fitted
 from hf_freeze.model.paging import Paged
 from hf_freeze.model.running import fast_linears, first_row, in_eval_mode, without_cache
 from hf_freeze.model.samples import samples_of
@@ -37,7 +35,8 @@ from hf_freeze.model.visiting import Visit
 from hf_freeze.model.watching import Routed, seen_in, swapped
 from hf_freeze.model.whole_model import Batch, WholeModel
 from hf_freeze.progress import track
-from hf_freeze.solvers.moments import Moments
+from hf_freeze.solvers.moments import Moments, behind
+from hf_freeze.surgery.replacing import DENSE
 
 _FEW = 8  # batches that compare many candidates
 
@@ -151,14 +150,16 @@ class CalibrationPass(WholeModel):
             # 3/4 of the channels was no better.
             narrower = self._is_narrower(names[0]) and not self.streams.ends_in_norm()
             stream = self.streams.joins(owner) if narrower or self._is_as_wide(names[0], before) else None
+        wide, read = stream is None and not of_norm and self._is_wide(names), Sums()
         for number, batch in enumerate(self._batches):
             if stream is not None:
                 self._add_joined(sums, place, number, owner, before, stream)
                 continue
-            outputs = self.streams.watch("old", place, number, watched, outputs=owner == names[0])
+            given = owner == names[0] and not wide
+            outputs = self.streams.watch("old", place, number, watched[:1] if wide else watched, outputs=given)
             # The others read the same states, so that they need not run.
             inputs = self.streams.watch("new", place, number, watched[:1], before, outputs=of_norm)
-            inputs = {name: inputs.get(watched[0], []) for name in watched}
+            inputs = {name: inputs.get(watched[0], []) for name in (watched[:1] if wide else watched)}
             for name, calls in inputs.items():
                 for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
                     if isinstance(x, Routed):
@@ -171,7 +172,11 @@ class CalibrationPass(WholeModel):
                     elif y is not None and (of_norm or self._is_narrower(name)):
                         y = self._left(y)
                     sums[name].add(selected(x, rows), None if y is None else selected(y, rows))
+                    if wide and y is not None:
+                        read.add(selected(y, rows), None)
         moments = {name: of_name.moments(name) for name, of_name in sums.items()}
+        if wide:
+            moments = self._behind(names, moments[names[0]], read)
         if owner != names[0]:
             moments = self.report.enough(owner, moments)
         for name, seen in moments.items():
@@ -179,6 +184,23 @@ class CalibrationPass(WholeModel):
                 self.report.check_tokens(name, seen.count, 1 if of_norm else len(seen.mean), self._widest)
                 moments[name] = replace(seen, curvature=self._curvatures.get(name))
         return moments
+
+    def _is_wide(self, names: Sequence[str]) -> bool:
+        """Whether the outputs of linears that read the same states are more than twice as many as their inputs: then it is faster
+        to compute their moments from those of the inputs."""
+        if self._paged is None or self._old is self._new or not self.streams.flow or self._channels:
+            return False
+        linears = [linear for _, linear in surgery.modules(self._old, names)]
+        sizes = [features(linear) for linear in linears if type(linear) in DENSE]
+        return len(sizes) == len(names) and sum(outputs for _, outputs in sizes) > 2 * sizes[0][0]
+
+    def _behind(self, names: Sequence[str], seen: Moments | None, read: Sums) -> dict[str, Moments | None]:
+        """The moments of linears that are wide. `seen`: with the old inputs for outputs; `read`: of the old inputs."""
+        of_old = None if seen is None or seen.cross is None else read.moments(names[0])
+        if seen is None or of_old is None:
+            return dict.fromkeys(names, seen)
+        linears = surgery.modules(self._old, names)
+        return {name: behind(surgery.effective_weight(one), one.bias, seen, of_old.gram) for name, one in linears}
 
     def _add_joined(
         self, sums: Mapping[str, Sums], place: Place | None, number: int, owner: str, before: Sequence[str], at: str
@@ -257,8 +279,10 @@ class CalibrationPass(WholeModel):
         self._let_go()
         if self._paged is not None and self.streams.flow:
             self._begin_visit()
-            inside = [name for group in self._groups for name in group if self._place(name) == self.streams.at]
-            self.streams.record([name for name in inside if surgery.owner_of(self._old, name) == name])
+            inside = [group for group in self._groups if self._place(group[0]) == self.streams.at]
+            wide = [group[0] for group in inside if self._is_wide(group)]
+            others = [name for group in inside if group[0] not in wide for name in group]
+            self.streams.record([name for name in others if surgery.owner_of(self._old, name) == name], wide)
 
     def _begin_visit(self) -> None:
         """Have the present layer of both models on the GPU, if there is one."""
@@ -322,7 +346,7 @@ class CalibrationPass(WholeModel):
         if self.streams.at is None or not self.streams.flow:
             return
         stack, at = self.streams.at
-        parameters = self._fitted_parameters(stack, at if number is None else number)
+        parameters = may_be_fitted(self._old, self._new, self._fitted, stack, at if number is None else number)
         fit = functools.partial(self._fit, parameters)
         if (finished := self._finished) is None:
             self.streams.leave(fit, number, last)
@@ -366,23 +390,6 @@ class CalibrationPass(WholeModel):
             weights[number] = weights[number] if rows is None else weights[number] * rows[..., None]
         if not fit_together(layer, parameters, run, targets, weights):
             self.report.note("fewer values than weights in a layer: its weights were not fitted together")
-
-    def _fitted_parameters(self, stack: str, number: int) -> list[nn.Parameter]:
-        """Those of a layer of the new model that may be fitted: in fp32 or fp64, not seeded, of no other layer, and not of a
-        layer that another method has made."""
-        architecture = architecture_for(self._new)
-        prefix = f"{architecture.stacks[stack].layers.format(number)}."
-        depth = architecture.depths(self._new.config)[stack]
-        uses = Counter(id(p) for at in range(depth) for p in {*self.streams.layer("new", (stack, at)).parameters()})
-        fixed = {id(p) for name, p in self._new.named_parameters() if name in getattr(self._new, "seeded_tensors", ())}
-        names = tuple(name for name in self._fitted if name.startswith(prefix))
-        before = dict(self._old.base_model.named_modules())
-        found: dict[int, nn.Parameter] = {}
-        for name, part in self._new.base_model.named_modules():
-            ours = isinstance(part, SelfInitialized) and type(part) is type(before.get(name))
-            if not ours and any(name == each or name.startswith(f"{each}.") for each in names):
-                found |= {id(p): p for p in part.parameters(recurse=False) if p.dtype in (torch.float32, torch.float64)}
-        return [p for key, p in found.items() if uses[key] == 1 and key not in fixed]
 
 
 def collect(model: Any, calibration: Any, tokenizer: Any = None) -> Calibration:

@@ -2,6 +2,7 @@
 what their outputs change in those of the layer."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from hf_freeze import surgery
+from hf_freeze.architectures.registry import architecture_for
+from hf_freeze.layers.derived import SelfInitialized
 from hf_freeze.layers.low_rank import LowRankLinear
 from hf_freeze.layers.masked import MaskedConv1D, MaskedLinear
 from hf_freeze.model.watching import hooked, remembering
@@ -45,6 +49,24 @@ def fit_together(
     with remembering(layer, parameters) as begin:
         descend(parameters, errors, coordinates_of(layer, parameters, outputs))
     return True
+
+
+def may_be_fitted(old: Any, new: Any, modules: Sequence[str], stack: str, number: int) -> list[nn.Parameter]:
+    """Of these modules, those parameters of a layer of `new` that may be fitted: in fp32 or fp64, not seeded, of no other layer,
+    and not of a layer that another method has made."""
+    architecture = architecture_for(new)
+    layers = surgery.layers_of(new, architecture, stack)
+    prefix = f"{architecture.stacks[stack].layers.format(number)}."
+    uses = Counter(id(p) for layer in layers for p in {*layer.parameters()})
+    fixed = {id(p) for name, p in new.named_parameters() if name in getattr(new, "seeded_tensors", ())}
+    names = tuple(name for name in modules if name.startswith(prefix))
+    before = dict(old.base_model.named_modules())
+    found: dict[int, nn.Parameter] = {}
+    for name, part in new.base_model.named_modules():
+        ours = isinstance(part, SelfInitialized) and type(part) is type(before.get(name))
+        if not ours and any(name == each or name.startswith(f"{each}.") for each in names):
+            found |= {id(p): p for p in part.parameters(recurse=False) if p.dtype in (torch.float32, torch.float64)}
+    return [p for key, p in found.items() if uses[key] == 1 and key not in fixed]
 
 
 def coordinates_of(

@@ -127,9 +127,9 @@ class Streams:
             call, states = call.on(self.device), states.to(self.device)
         return call.run(self.layer(model, (stack, number)) if layer is None else layer, states)
 
-    def record(self, linears: Sequence[str]) -> None:
-        """Run the present layer of the old model once, and keep of each batch the outputs of these linears, what its norms read,
-        and as "" what leaves it; where both models are one, also what the linears read."""
+    def record(self, linears: Sequence[str], readers: Sequence[str] = ()) -> None:
+        """Run the present layer of the old model once, and keep of each batch the outputs of these linears, what `readers` and
+        norms read, and as "" what leaves the layer; where both models are one, also what the linears read."""
         layer, self._recorded = self.layer("old", self._present()), []
         for batch in range(len(self._batches)):
             seen: dict[str, Tensor] = {}
@@ -137,6 +137,10 @@ class Streams:
             look = functools.partial(self._look, seen, copies)
             read: dict[str, Tensor] = {}
             norms = [(part, functools.partial(first_input, read, name)) for name, part in norms_of(layer)]
+            norms += [
+                (layer.get_submodule(self._within(name)), functools.partial(first_input, read, f"{name} reads"))
+                for name in readers
+            ]
             outputs = [(layer.get_submodule(self._within(name)), functools.partial(look, name)) for name in linears]
             with hooked(norms, before=True), hooked(outputs):
                 end = self.run("old", batch)
@@ -168,7 +172,7 @@ class Streams:
 
     def _known(self, model: str, batch: int, names: Sequence[str], *, outputs: bool) -> list[Tensor] | None:
         """Inputs, or outputs, of linears that were recorded, if those of all of them were."""
-        if not self._recorded or not (outputs or self._is_one) or not (model == "old" or self._is_one):
+        if not self._recorded or not (model == "old" or self._is_one):
             return None
         found = [self._recorded[batch].get(name if outputs else f"{name} reads") for name in names]
         return None if any(value is None for value in found) else found  # type: ignore[return-value]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_freeze.solvers.moments import RIDGE, Moments, cholesky, inverse, problem
+from hf_freeze.solvers.moments import RIDGE, Moments, inverse, problem, solve
 
 _BLOCK = 64  # columns that are removed between two updates of the whole matrices
 _DEAD = 0.15  # share of removed columns in the matrices from which on they are made smaller
@@ -71,7 +71,7 @@ def refit(
     b (O,) or None."""
     solved = problem(weight, bias, moments, ridge)
     at = torch.as_tensor(kept, dtype=torch.int64, device=weight.device)
-    new = torch.cholesky_solve(solved.cross[:, at].T, cholesky(solved.gram[at][:, at])).T.to(weight.dtype)
+    new = solve(solved.gram[at][:, at], solved.cross[:, at]).to(weight.dtype)
     return new.contiguous(), solved.bias(new, at)
 
 

@@ -127,7 +127,7 @@ def problem(weight: Tensor, bias: Tensor | None, moments: Moments, ridge: float 
         if output_mean is not None:
             cross = cross - output_mean.outer(mean)
         cross = cross + added * w
-        target = torch.cholesky_solve(cross.T, cholesky(gram)).T
+        target = solve(gram, cross)
     curvature = None
     if moments.curvature is not None:
         curvature = moments.curvature.to(w)
@@ -164,6 +164,20 @@ def projected(moments: Moments, down: Tensor, weight: Tensor, bias: Tensor | Non
         if bias is not None:
             cross, output_mean = cross + bias.to(w).outer(mean), output_mean + bias.to(w)
     return Moments(d @ gram @ d.T, d @ mean, moments.count, cross.to(w) @ d.T, output_mean, moments.curvature)
+
+
+def behind(weight: Tensor, bias: Tensor | None, read: Moments, gram: Tensor) -> Moments:
+    """What a linear sees, and what y = W x + b gave there, W (O, I) and b (O,) or None: from `read`, in which the inputs x of the
+    original model stand in the place of y, and the mean of x xᵀ, `gram` (I, I)."""
+    if read.cross is None or read.output_mean is None:
+        raise ValueError("the inputs of both models must be those of the same tokens")
+    w = weight.to(gram)
+    cross, mean, square = w @ read.cross.to(gram), w @ read.output_mean.to(gram), (w @ gram).mul_(w).sum(1)
+    if bias is not None:
+        b = bias.to(gram)
+        square = square + 2 * b * mean + b.square()
+        cross, mean = cross.addr_(b, read.mean.to(gram)), mean + b
+    return replace(read, cross=cross, output_mean=mean, output_square=square)
 
 
 def working_dtype(weight: Tensor) -> torch.dtype:
@@ -205,6 +219,13 @@ def cholesky(gram: Tensor) -> Tensor:
             gram + added * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
         )
     return factor
+
+
+def solve(gram: Tensor, right: Tensor) -> Tensor:
+    """X (O, I) with X G = R (O, I)."""
+    lower = cholesky(gram)  # torch.cholesky_solve would copy it, and of wide layers it takes half a gigabyte
+    half = torch.linalg.solve_triangular(lower, right.T, upper=False)
+    return torch.linalg.solve_triangular(lower.T, half, upper=True).T
 
 
 def inverse(gram: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from support.moments import seen
 from hf_freeze.solvers.moments import (
     Moments,
     add_ridge,
+    behind,
     best_dense,
     best_scale,
     cholesky,
@@ -44,6 +45,18 @@ def test_behind_a_matrix_are_the_moments_of_its_outputs(bias):
     y = case.x @ case.weight.T + (0 if case.bias is None else case.bias)
     torch.testing.assert_close(alone.cross, y.T @ z / len(z))
     torch.testing.assert_close(alone.output_mean, y.mean(0))
+
+
+@both_biases
+def test_what_a_linear_gave_follows_from_what_it_read(bias):
+    case = seen(bias=bias, pairs=True)
+    x, old, count = case.x, case.x + torch.randn_like(case.x), len(case.x)
+    y = old @ case.weight.T + (0 if case.bias is None else case.bias)
+    read = Moments(x.T @ x / count, x.mean(0), count, old.T @ x / count, old.mean(0), None, old.square().mean(0))
+    expected = Moments(read.gram, read.mean, count, y.T @ x / count, y.mean(0), None, y.square().mean(0))
+    moments = behind(case.weight, case.bias, read, old.T @ old / count)
+    for name, value in vars(expected).items():
+        torch.testing.assert_close(getattr(moments, name), value)
 
 
 @both_biases
