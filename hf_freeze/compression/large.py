@@ -236,7 +236,7 @@ class _Work:
                     layers[stack][depth - count] = tuple(sorted(order[count:])), total
         distances = _Costs(layers=layers, tokens={0: 0.0}, bits=costs.bits)
         may_go = {"layers", "neurons"} | (set() if self._target.uniform else {"heads"})
-        multiple = 64 if self._target.uniform else 8
+        multiple = 64 if self._target.uniform else 32 if self._target.format == "gguf" else 8  # a block of q8_0 has 32
         options = Options(
             bits=self._bits,
             uniform=self._target.uniform,
@@ -248,10 +248,14 @@ class _Work:
         return Program(costs.blocks, distances, self._prices(costs, size), options)
 
     def _prices(self, costs: LayerCosts, size: int) -> Prices:
-        """In bytes; of what no choice changes, as the files of the original have it."""
+        """In bytes; of what no choice changes, as the files of the original have it, but for the tables of GGUF."""
         weights = sum(block.weights for block in costs.blocks.values())
         others = size - weights * self._model.dtype.itemsize
         bits = self._bits[0]
+        scale_bytes = 2 / 32 if self._target.format == "gguf" else None
+        if scale_bytes is not None:
+            tables = sum(p.numel() for p in self._model.parameters() if p.dim() == 2) - weights
+            others -= tables * (self._model.dtype.itemsize - bits / 8 - scale_bytes)
         sizes = Sizes(
             of_token=0,
             tokens=0,
@@ -259,7 +263,7 @@ class _Work:
             bits=bits,
             bytes=others + weights * bits / 8,
             hidden=hidden_size(self._model.config),
-            scale_bytes=2 / 32 if self._target.format == "gguf" else None,
+            scale_bytes=scale_bytes,
         )
         return Prices(costs.blocks, self.depths, sizes)
 
@@ -335,6 +339,8 @@ def _sentences(result: LargeCompressed) -> list[str]:
         f"Kept: {result.kept}.",
         f"{in_bytes(result.bytes)}, {result.bytes / result.original_bytes:.1%} of the original.",
     ]
+    if result.folder.name.startswith("served-") and (result.folder / "model.gguf").exists():
+        lines.append("Before its weights are rounded to q8_0:")
     if found.kl is not None and found.agreement is not None:
         lines.append(
             f"On {found.compared or _COMPARED} texts that nothing was chosen by: KL {found.kl:.3g}{interval} nats a token to the "

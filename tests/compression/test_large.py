@@ -5,6 +5,8 @@ import os
 
 import pytest
 import torch
+from publish.test_export_gguf import TEXTS as GGUF_TEXTS
+from publish.test_export_gguf import random_model, tokenizer_for
 from safetensors.torch import load_file, save_file
 from support.recipes import cli, one_line_error
 from support.text import words
@@ -163,6 +165,22 @@ def test_folders_for_transformers_have_equal_widths_and_bits_of_their_own(plante
     page = (tmp_path / "out" / "README.md").read_text()
     assert "| decoder 1 | 0 |" in page
     assert "KL" in page
+
+
+def test_a_gguf_fills_its_budget_and_its_ffns_are_rounded(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 256}
+    random_model("llama", **sizes).save_pretrained(tmp_path / "model")
+    tokenizer_for("llama").save_pretrained(tmp_path / "model")
+    texts = [" ".join(text.split()[number % 5 :]) for number in range(40) for text in GGUF_TEXTS[:3]]
+    budget = 0.25 * bytes_of(tmp_path / "model")
+    result = compress_large(
+        tmp_path / "model", texts=texts, max_bytes=budget, out=tmp_path / "out", engine="gguf", samples=64
+    )
+    assert 0.9 * budget < bytes_of(result.folder) == result.bytes <= budget
+    tensors = gguf.GGUFReader(result.folder / "model.gguf").tensors
+    assert {t.tensor_type.name for t in tensors if ".ffn_" in t.name and len(t.shape) == 2} == {"Q8_0"}
+    assert "Before its weights are rounded to q8_0" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_healing_lowers_the_distance(planted, tmp_path):
