@@ -196,11 +196,10 @@ class CalibrationPass(WholeModel):
 
     def _behind(self, names: Sequence[str], seen: Moments | None, read: Sums) -> dict[str, Moments | None]:
         """The moments of linears that are wide. `seen`: with the old inputs for outputs; `read`: of the old inputs."""
-        of_old = None if seen is None or seen.cross is None else read.moments(names[0])
-        if seen is None or of_old is None:
+        if seen is None or seen.cross is None:
             return dict.fromkeys(names, seen)
-        linears = surgery.modules(self._old, names)
-        return {name: behind(surgery.effective_weight(one), one.bias, seen, of_old.gram) for name, one in linears}
+        (gram, _), linears = read.of_inputs(), surgery.modules(self._old, names)
+        return {name: behind(surgery.effective_weight(one), one.bias, seen, gram) for name, one in linears}
 
     def _add_joined(
         self, sums: Mapping[str, Sums], place: Place | None, number: int, owner: str, before: Sequence[str], at: str

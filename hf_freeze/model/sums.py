@@ -63,7 +63,7 @@ class Sums:
         """Those of the linear `name`, once: they take over its memory. Raises ValueError if they are not finite."""
         if not self.total:
             return None
-        gram, mean = self._of_inputs()
+        gram, mean = self.of_inputs()
         pairs = {"cross": self.cross, "output_mean": self.outputs, "output_square": self.squares} if self.paired else {}
         for value in pairs.values():
             value.div_(self.total)
@@ -72,10 +72,10 @@ class Sums:
         except ValueError as error:
             raise ValueError(f"calibration: the inputs or outputs of {name!r} cannot be used: {error}") from None
 
-    def _of_inputs(self) -> tuple[Tensor, Tensor]:
+    def of_inputs(self) -> tuple[Tensor, Tensor]:
         """The means of x xᵀ and of x."""
         if self.reads_as is not None:
-            return self.reads_as._of_inputs()
+            return self.reads_as.of_inputs()
         if not self._is_mean:
             self._is_mean = True
             for start in range(0, len(self.gram), _ROWS):
