@@ -27,19 +27,17 @@ demo-page: $(STAMP)  ## a small translator of the built-in language, and a web p
 	@echo "Then open http://127.0.0.1:8000 and type: simdi homor pyhiz nukostu."
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+# Where a cluster of Ray was started and has ended, Ray may end the process, later and without a word.
+CLUSTER := tests/lab/test_ray_cluster.py
 
 test: $(STAMP)  ## the short tier of the tests, which finds what is wrong with any method, family or command in minutes: tests/tiers.py
 	-$(BIN)/python tests/transformers_suite/fetch.py
-	$(PYTEST) --tier short
-
-# In two of three runs of all tests, a worker ended without a trace at the first test of latency, for a reason that is not found yet; it
-# never did where these tests have processes of their own.
-LATENCY := tests/publish/test_latency.py
+	$(PYTEST) --tier short --ignore $(CLUSTER)
 
 test-full: $(STAMP)  ## all tests
 	-$(BIN)/python tests/transformers_suite/fetch.py
-	$(PYTEST) $(LATENCY)
-	$(PYTEST) --ignore $(LATENCY)
+	$(BIN)/python -m pytest $(CLUSTER)
+	$(PYTEST) --ignore $(CLUSTER)
 
 test-all: export HF_FREEZE_TESTS := all
 test-all: test-full  ## the tests with every combination that they are drawn from: hours

@@ -111,6 +111,14 @@ def pytest_configure(config: pytest.Config) -> None:
             worker.sendevent = functools.partial(_send, worker.sendevent)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Say how a worker has ended that ended before its tests did; pytest-xdist only says that it did."""
+    if error:
+        code = node.gateway._io.popen.wait(timeout=10)
+        print(f"\n{node.gateway.id} ended with {f'code {code}' if code >= 0 else f'signal {-code}'}", file=sys.stderr)
+
+
 def _send(sendevent: Any, name: str, **event: Any) -> None:
     """Send what pytest-xdist's worker has to say, except that a test is beginning, and that it was set up and torn down: what is
     sent of a test takes twice as long as running it, if it is a short one."""
