@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_freeze.solvers.moments import RIDGE, Moments, inverse, problem, solve
+from hf_freeze.solvers.threads import one_thread
 
 _BLOCK = 64  # columns that are removed between two updates of the whole matrices
 _DEAD = 0.15  # share of removed columns in the matrices from which on they are made smaller
@@ -142,23 +143,24 @@ def _remove_block(p: Tensor, s: Tensor, size: int, gone: Tensor) -> tuple[list[i
     eye = torch.eye(size, dtype=p.dtype, device=p.device)
     blocks_p[gone] = eye
     removed, costs = [], []
-    for step in range(steps):
-        value, group = _costs(blocks_p, blocks_s).masked_fill_(gone, float("inf")).min(0)
-        g = int(group)
-        removed.append(g)
-        costs.append(value)
-        at, old, new = slice(g * size, (g + 1) * size), slice(step * size), slice(step * size, (step + 1) * size)
-        r[new] = p[at] - m[old, at].T @ r[old]
-        q = s[at] - m[old, at].T @ k[old] - k[old, at].T @ m[old]
-        m[new] = torch.linalg.solve(r[new, at], r[new])
-        k[new] = q - q[:, at] @ m[new] / 2
-        rows = (value[new].view(size, n, size) for value in (r, m, k))
-        r_g, m_g, k_g = (row.permute(1, 2, 0) for row in rows)  # (N, s, s)
-        cross = m_g @ k_g.mT
-        blocks_p -= r_g @ m_g.mT
-        blocks_s -= cross + cross.mT
-        gone[g] = True
-        blocks_p[g] = eye
+    with one_thread():
+        for step in range(steps):
+            value, group = _costs(blocks_p, blocks_s).masked_fill_(gone, float("inf")).min(0)
+            g = int(group)
+            removed.append(g)
+            costs.append(value)
+            at, old, new = slice(g * size, (g + 1) * size), slice(step * size), slice(step * size, (step + 1) * size)
+            r[new] = p[at] - m[old, at].T @ r[old]
+            q = s[at] - m[old, at].T @ k[old] - k[old, at].T @ m[old]
+            m[new] = torch.linalg.solve(r[new, at], r[new])
+            k[new] = q - q[:, at] @ m[new] / 2
+            rows = (value[new].view(size, n, size) for value in (r, m, k))
+            r_g, m_g, k_g = (row.permute(1, 2, 0) for row in rows)  # (N, s, s)
+            cross = m_g @ k_g.mT
+            blocks_p -= r_g @ m_g.mT
+            blocks_s -= cross + cross.mT
+            gone[g] = True
+            blocks_p[g] = eye
     p.addmm_(r.T, m, alpha=-1)
     s.addmm_(m.T, k, alpha=-1).addmm_(k.T, m, alpha=-1)
     return removed, torch.stack(costs).tolist()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_freeze.solvers.moments import Moments, cholesky, inverse, problem
+from hf_freeze.solvers.threads import one_thread
 
 _BLOCK = 128  # columns between two updates of all later ones
 _PART = 16  # columns of a block between two updates of the rest of the block
@@ -92,10 +93,15 @@ def gptq(
         raise ValueError(f"group={group}: must be at least 1")
     solved = problem(weight, bias, moments)
     target, gram = solved.target, solved.gram
-    numbers, steps = _in_order(target, gram, grid, size)
-    for _ in range(sweeps):
-        _descend(target, gram, numbers, steps, grid, size)
-    plain = _plain(target, gram.diagonal(), grid, size)
+    spans = _ordered(gram.diagonal(), size)
+    order = torch.cat(spans)
+    factor = cholesky(inverse(gram)[order][:, order]).T
+    with one_thread():
+        numbers, steps = _in_order(target[:, order], factor, spans, grid, size)
+        numbers = numbers[:, order.argsort()]
+        for _ in range(sweeps):
+            _descend(target, gram, numbers, steps, grid, size)
+        plain = _plain(target, gram.diagonal(), grid, size)
     errors = []
     for candidate, its_steps in ((numbers, steps), plain):
         difference = candidate * _spread(its_steps, size, inputs) - target
@@ -123,11 +129,9 @@ def _stored(steps: Tensor) -> Tensor:
     return steps.float().to(steps.dtype)
 
 
-def _in_order(target: Tensor, gram: Tensor, grid: Grid, size: int) -> tuple[Tensor, Tensor]:
-    """GPTQ: numbers (O, I), steps (O, G)."""
-    spans = _ordered(gram.diagonal(), size)
-    order = torch.cat(spans)
-    w, u = target[:, order], cholesky(inverse(gram)[order][:, order]).T
+def _in_order(w: Tensor, u: Tensor, spans: list[Tensor], grid: Grid, size: int) -> tuple[Tensor, Tensor]:
+    """GPTQ of the columns in their order, w (O, I), in place, with U (I, I) and the columns of each group: numbers (O, I) in this
+    order, steps (O, G)."""
     numbers, steps, start = torch.empty_like(w), w.new_empty(len(w), len(spans)), 0
     for span in spans:
         stop = start + len(span)
@@ -148,7 +152,7 @@ def _in_order(target: Tensor, gram: Tensor, grid: Grid, size: int) -> tuple[Tens
                 )
             w[:, last:].addmm_(errors, u[first:last, last:], alpha=-1)
         start = stop
-    return numbers[:, order.argsort()], steps
+    return numbers, steps
 
 
 def _parts(columns: int) -> Iterator[tuple[int, int]]:
