@@ -4,6 +4,7 @@
     python benchmarks/large.py --sizes 6.7 --layers 3       # the first three layers; the time of all is extrapolated
     python benchmarks/large.py --slopes                     # time and memory against parameters, samples and width
     python benchmarks/large.py --planted                    # neurons and layers that do nothing: are just these found?
+    python benchmarks/large.py --compared stories260k/hf    # a trained model: other ways to as many bytes
 
 Claims: at most the bytes of two layers of the original and 2.5 GB of resident memory, imports included; 60 minutes for 1.1
 billion parameters on two cores; with `--slopes`, time that grows at most as parameters, samples and the cube of the width.
@@ -11,34 +12,48 @@ billion parameters on two cores; with `--slopes`, time that grows at most as par
 With `--planted`, 15 % of the neurons of a Llama of 0.1 billion parameters are dead, 15 % are copies of others, and two of its 12
 layers are idle: cutting just these loses nothing, and `compress --layer-by-layer` chooses just these.
 
-Weights are fresh: quality means nothing here. Each matrix is noise with columns of different sizes plus a part of low rank whose
-singular values fall as 1 / k, and tokens are as frequent as 1 / rank, so that solvers see spectra as in trained models. Each
-conversion runs in a new process, whose resident memory is sampled every 10 ms. Limit: a forward of all samples through both
-models, at the rate at which this machine multiplies matrices of bf16.
+With `--compared`, `compress --layer-by-layer --engine torch` makes a trained language model small enough for shares of its bytes,
+without healing. Others take as many bytes or fewer: all weights of attention and FFN in 8 or 4 bits, and in 4 bits the largest
+equal share of the heads and neurons of each layer, or evenly spaced layers, all with the same texts by `convert`; and `compress`
+for ONNX, which has weights and tables in 8 or 4 bits and trims tokens. The model writes the texts itself: those of each seed, and
+100 to compare on, which are the same for all.
+
+Otherwise weights are fresh: quality means nothing here. Each matrix is noise with columns of different sizes plus a part of low
+rank whose singular values fall as 1 / k, and tokens are as frequent as 1 / rank, so that solvers see spectra as in trained
+models. Each conversion runs in a new process, whose resident memory is sampled every 10 ms. Limit: a forward of all samples
+through both models, at the rate at which this machine multiplies matrices of bf16.
 """
 
 import math
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import _shared
 import torch
+from compressed_language import written
 from convert import SIZES, watched, write_backbone
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from hf_freeze.analysis.answers import compare_answers
+from hf_freeze.compression.budget import Budget
+from hf_freeze.compression.compression import Compression
 from hf_freeze.compression.large import compress_large
+from hf_freeze.compression.settings import Settings
+from hf_freeze.compression.shape import quantized
 from hf_freeze.io import bytes_of
-from hf_freeze.methods import FFNPruning, LayerSelection, LowRank, Quantize
+from hf_freeze.methods import FFNPruning, HeadPruning, LayerSelection, LowRank, Quantize
 from hf_freeze.model.convert import convert
 from hf_freeze.model.fidelity import fidelity_on
 from hf_freeze.model.loading import load_model
+from hf_freeze.publish.export.served import answers, opened
 
 TOKENS, ROWS = 512, 8  # of a sample, of a batch
 MB = 10**6
@@ -275,6 +290,77 @@ def measure_planted(options: Any, folder: Path) -> tuple[str, str]:
     ), summary
 
 
+LEARNT, SAMPLES, UNSEEN = 300, 128, 100  # texts of each seed, those for statistics, those to compare on
+PARTS = ["attention", "ffn"]
+
+
+def equal_shares(config: Any) -> Iterator[list[Any]]:
+    """Of the heads and neurons of each layer, the most first."""
+    for share in (5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6):
+        yield [HeadPruning(share=share), FFNPruning(width=8 * round(share * config.intermediate_size / 8))]
+
+
+def spaced_layers(config: Any) -> Iterator[list[Any]]:
+    depth = config.num_hidden_layers
+    for count in range(depth - 1, 0, -1):
+        keep = sorted({round(number * (depth - 1) / max(count - 1, 1)) for number in range(count)})
+        yield [LayerSelection(keep={"decoder": keep})]
+
+
+OTHERS = {"equal shares in each layer, 4 bits": equal_shares, "evenly spaced layers, 4 bits": spaced_layers}
+
+
+def compare(options: Any, folder: Path) -> dict[str, list[tuple[float, float, float]]]:
+    """What was done -> for each seed (share of the bytes, KL to the original, perplexity) on texts that nothing has seen."""
+    torch.set_num_threads(options.threads)
+    source, whole, found = options.compared, bytes_of(options.compared), {}
+    served = opened(source)
+    unseen = written(served.model, served.tokenizer, UNSEEN, seed=999)
+    expected = answers(served, unseen)
+
+    def add(label: str, made: Path) -> None:
+        there = compare_answers(expected, answers(opened(made), unseen, like=expected))
+        found.setdefault(label, []).append((bytes_of(made) / whole, there.kl, there.perplexity))
+        _say(f"{label}: {found[label][-1]}")
+
+    for seed in options.seeds:
+        texts = written(served.model, served.tokenizer, LEARNT, seed)
+
+        def converted(label: str, cuts: list[Any], bits: int, seed: int = seed, texts: Any = texts) -> Path:
+            shutil.rmtree(out := folder / f"{label} {seed}", ignore_errors=True)
+            methods = [*cuts, quantized(PARTS, bits=bits)]
+            return convert(source, out, methods, calibration=texts[:SAMPLES], tokenizer=served.tokenizer)
+
+        sizes = {share: int(float(share.rstrip("%")) / 100 * whole) for share in options.budgets}
+        for bits in (8, 4):
+            add(f"all in {bits} bits", made := converted(f"all in {bits} bits", [], bits))
+            sizes[f"as all in {bits} bits"] = bytes_of(made)
+        for label, size in sizes.items():
+            out, limits = folder / f"{label} {seed}", {"texts": texts, "seed": seed}
+            made = compress_large(source, max_bytes=size, out=out, engine="torch", samples=SAMPLES, **limits)
+            _say(made.kept)
+            add(f"{label}: layer by layer", made.model)
+            for other, cuts in OTHERS.items() if label in options.budgets else ():
+                tries = (converted(other, fewer, 4) for fewer in cuts(served.model.config))
+                if (fits := next((made for made in tries if bytes_of(made) <= size), None)) is not None:
+                    add(f"{label}: {other}", fits)
+            if label in options.budgets:
+                settings = Settings(heal=0, seed=seed)
+                in_onnx = Compression(str(source), texts, Budget(max_bytes=size), folder / f"onnx {out.name}", settings)
+                add(f"{label}: compress for ONNX, 8 or 4 bits", in_onnx.run().after.folder)
+    return found
+
+
+def measure_compared(options: Any, folder: Path) -> tuple[str, str]:
+    lines = []
+    for label, rows in compare(options, folder).items():
+        shares, kls, perplexities = zip(*rows, strict=True)
+        spread = [f"{statistics.mean(some):.3g} ({min(some):.3g} to {max(some):.3g})" for some in (kls, perplexities)]
+        lines.append([label, f"{statistics.mean(shares):.1%}", *spread])
+    header = ["what", "bytes", "KL to the original, nats a token", "perplexity"]
+    return _shared.markdown(header, lines), f"seeds {options.seeds}: the mean, and the least to the most"
+
+
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
     parser.add_argument("--sizes", nargs="+", default=["1.1"], choices=SIZES, help="billions of parameters")
@@ -284,10 +370,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--slopes", action="store_true", help="time and memory against parameters, samples and width")
     parser.add_argument("--planted", action="store_true", help="a model with parts that do nothing")
+    parser.add_argument("--compared", type=Path, help="folder of a trained language model: other ways to as many bytes")
+    parser.add_argument("--budgets", nargs="+", default=["40%", "25%", "20%", "16%"], help="with --compared")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of texts, with --compared")
     parser.add_argument("--folder", type=Path, help="where the files go; the system's temporary folder if not given")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measure = measure_planted if options.planted else measure_slopes if options.slopes else measure_sizes
+        measure = measure_compared if options.compared else measure
         table, summary = measure(options, Path(folder))
     _shared.report(options, table, summary)
 

@@ -14,6 +14,7 @@ from hf_freeze.compression.distances import Distances
 from hf_freeze.compression.prices import Prices
 from hf_freeze.compression.shape import Shape
 
+_LARGEST = 1e4  # cost of a choice, for the solver, which takes what is below 1e-6 for nothing
 _GAP, _SECONDS = 1e-3, 20.0  # of the solver: relative distance from the optimum, and time
 _WIDE = 64  # neurons from which on multiples are kept
 _FREE = 1e-4  # share of the loss of all units, up to which some can go for nothing
@@ -86,8 +87,10 @@ class Program:
         rows = [*self._rows, *map(of, limits)]
         low, high = self._low + [-np.inf] * len(limits), [*self._high, *limits.values()]
         constraint: Any = LinearConstraint  # its annotations know numbers only
+        costs = of(aim)
+        scale = _LARGEST / (abs(costs).max() or 1.0)
         found = milp(
-            of(aim),
+            scale * costs,
             integrality=np.ones(len(self._variables)),
             bounds=Bounds(0, 1),
             constraints=constraint(csr_matrix(np.stack(rows)), low, high),
@@ -96,7 +99,7 @@ class Program:
         if found.x is None:
             return None
         chosen = [one for one, x in zip(self._variables, found.x, strict=True) if x > 0.5]
-        return self._shape(chosen), float(found.fun)
+        return self._shape(chosen), float(found.fun) / scale
 
     def _of_stacks(self) -> list[_Variable]:
         found = []
