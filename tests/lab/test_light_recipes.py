@@ -69,14 +69,14 @@ PREPRINT = {
     "r12": (24.2, 158),
     "r14": (25.0, 158),
     "r15": (35.1, 158),
-    "r16": (35.1, None),
+    "r16": (18.8, None),  # printed: the size of R5, whose blocks it has in the opposite order
 }
 
 
 def test_rows_of_the_preprint_have_its_sizes_and_depths():
     runs = expand(load_recipe(FOLDER / "preprint.yaml", ["preset=lm-wikitext103"]))
     assert [run.row for run in runs] == list(PREPRINT)
-    for run in runs if ALL else [run for run in runs if run.row in ("r3", "r7", "r9", "r14")]:
+    for run in runs if ALL else [run for run in runs if run.row in ("r3", "r7", "r9", "r14", "r16")]:
         millions, depth = PREPRINT[run.row]
         made, hidden = model(run), run.backbone.config["n_embd"]
         size = count_parameters(made).total - 32000 * 128 - 513 * hidden
@@ -90,6 +90,7 @@ def test_rows_of_the_preprint_have_its_sizes_and_depths():
 def test_rows_of_the_preprint_scaled_down():
     runs = expand(load_recipe(FOLDER / "preprint.yaml"))
     assert [run.row for run in runs] == list(PREPRINT)
-    ascending = [run for run in runs if run.row in ("r1", "r4", "r5", "r14", "r15")]
-    sizes = [count_parameters(model(run)).total for run in ascending]
-    assert sizes == sorted(sizes)
+    chosen = [run for run in runs if run.row in ("r1", "r4", "r5", "r14", "r15", "r16")]
+    *ascending, reverse = [count_parameters(model(run)).total for run in chosen]
+    assert ascending == sorted(ascending)
+    assert reverse == ascending[2]

@@ -202,7 +202,7 @@ def test_published_depths(n_min, n_max, depth):
 
 
 def test_blocks_from_deep_to_shallow():
-    """Row R16 of the preprint, 12 → 4, has the size of R15, 4 → 12."""
+    """Row R16 of the preprint, 12 → 4, has the size of R5, 4 → 12."""
     deep_first, deep_last = DeLighT(n_min=12, n_max=4, groups=2), DeLighT(n_min=4, n_max=12, groups=2)
     assert deep_first.blocks() == deep_last.blocks()[::-1]
     assert [depth for depth, _ in deep_first.blocks()] == [12, 11, 10, 9, 9, 8, 7, 6, 6, 5, 4, 4]
