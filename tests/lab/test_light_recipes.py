@@ -87,10 +87,20 @@ def test_rows_of_the_preprint_have_its_sizes_and_depths():
             assert sum(blocks) + 5 * len(blocks) + method.n_min + 3 == depth, run.row
 
 
-def test_rows_of_the_preprint_scaled_down():
-    runs = expand(load_recipe(FOLDER / "preprint.yaml"))
+@pytest.mark.parametrize("preset", ["lm-demo", "lm-tiny"])
+def test_rows_of_the_preprint_scaled_down(preset):
+    runs = expand(load_recipe(FOLDER / "preprint.yaml", [f"preset={preset}"]))
     assert [run.row for run in runs] == list(PREPRINT)
     chosen = [run for run in runs if run.row in ("r1", "r4", "r5", "r14", "r15", "r16")]
     *ascending, reverse = [count_parameters(model(run)).total for run in chosen]
     assert ascending == sorted(ascending)
     assert reverse == ascending[2]
+
+
+def test_rows_of_the_preprint_scaled_down_are_those_of_the_recipe_of_language_models():
+    ours, theirs = (
+        {run.row: (run.methods, run.backbone) for run in expand(load_recipe(FOLDER / f"{name}.yaml"))}
+        for name in ("preprint_wikitext2", "wikitext2")
+    )
+    for row in ("r1", "r2", "r4", "r5", "r16"):
+        assert ours[row] == theirs[row], row

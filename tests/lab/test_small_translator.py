@@ -96,6 +96,8 @@ def test_every_row_of_the_recipe_can_be_made(preset):
         expected |= {"ls-adaptive": 52.59}
         assert {row: found[row] for row in expected} == pytest.approx(expected, rel=1e-3)
         assert found["ls-deep"] == pytest.approx(50.36, rel=1e-3)
+        assert found["ls-narrow"] == pytest.approx(40.53, rel=1e-3)
+        assert round(found["ls-hierarchical"]) == 30  # all that is printed of it
         of_groups = 128 * 256 // 4 + (128 + 256) * 384 // 2 + (128 + 384) * 512  # 4, 2 and 1 of them
         units = 2 * (of_groups + 512 * 1024)
         tables, projection = 2 * 40_000 * 128, 1024 * 128

@@ -36,7 +36,8 @@ def test_wmt_is_a_column_of_translations(tmp_path, name):
 
 
 def test_every_recipe_of_published_data_is_of_a_full_size():
-    assert len(IWSLT) == len(WMT) == 3
+    assert len(IWSLT) == 4
+    assert len(WMT) == 3
     for name in IWSLT + WMT:
         recipe = load_recipe(name)
         assert recipe.preset == "base"

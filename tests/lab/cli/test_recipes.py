@@ -52,7 +52,7 @@ def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
     [
         ("freeze_ablatoin", "the closest names are freeze_ablation, "),
         ("theseus/multi30", "the closest names are theseus/multi30k, "),
-        ("factorized_embeddings", "the closest names are factorized_embeddings/bert, factorized_embeddings/marian, "),
+        ("factorized_embeddings", "the closest names are factorized_embeddings/albert, factorized_embeddings/bert, "),
         ("multi30k", "/multi30k"),
     ],
 )
