@@ -24,7 +24,7 @@ from hf_freeze.methods.parts import Objective, Part, Step
 from hf_freeze.methods.registry import register_method
 
 _HIDDEN = ("none", "skip", "last")
-_ONE_CLASS = "single_label_classification"  # transformers' problem_type
+_ONE_CLASS, _REGRESSION = "single_label_classification", "regression"  # transformers' problem_type
 
 
 @register_method("distillation", example={"temperature": 2.0, "alpha": 0.5}, facts=Facts(structural=False, exact=True))
@@ -37,7 +37,9 @@ class Distillation(Method):
     last. A classifier with an encoder compares the first token; other models take the mean over all tokens. In each stack,
     layer j of the student's m learns from layer j·n/m of the teacher's n (`"skip"`) or from layer n - m + j (`"last"`).
 
-    A model without a head learns the directions of the last hidden states instead of outputs.
+    A model without a head learns the directions of the last hidden states instead of outputs. For a classifier whose
+    labels are numbers (`problem_type` "regression"), the squared error of the teacher's numbers, a mean over examples and outputs,
+    replaces T² · KL.
 
     `teacher`: a model of the same task and tokenizer. If one of the two has more rows in its vocabulary, as in padded ones of
     Qwen2.5, shared outputs are compared; both must have been opened with the tokenizer beside them. The teacher is put in eval
@@ -85,15 +87,11 @@ class _TeacherLoss(Objective):
                 f"Distillation: the teacher, a {type(teacher).__name__}, is for {sorted(tasks)}, the student for "
                 f"{sorted(own_tasks)}"
             )
-        problem_type = getattr(model.config, "problem_type", None) or _ONE_CLASS
-        if (
-            own_tasks == {"sequence-classification"}
-            and (model.config.num_labels == 1 or problem_type != _ONE_CLASS)
-            and self.method.alpha
-        ):
+        problem_type = _problem_type(model)
+        if problem_type not in (None, _ONE_CLASS, _REGRESSION) and self.method.alpha:
             raise ValueError(
-                f"Distillation: num_labels={model.config.num_labels}, problem_type={problem_type!r}: the outputs of a classifier "
-                "can only be learnt if it chooses one class of several; give alpha=0 and hidden='skip' or 'last'"
+                f"Distillation: problem_type={problem_type!r}: the outputs of a classifier can only be learnt if it chooses one "
+                "class of several, or gives numbers; give alpha=0 and hidden='skip' or 'last'"
             )
         for name in ("num_labels", *dict.fromkeys(architecture.token_tables.values())):
             own_size, size = (_size(each.config, name) for each in (model, teacher))
@@ -183,9 +181,8 @@ class _TeacherLoss(Objective):
         names = [name for name in step.outputs if name.endswith("logits") or name.startswith("logits_per_")]
         names = [name for name in names if step.outputs[name] is not None]
         labelled = _labelled_positions(model, step.outputs[names[0]], labels, inputs) if names else None
-        terms = [
-            self.method.alpha * self._divergence(step.outputs[name], teacher_outputs[name], labelled) for name in names
-        ]
+        difference = self._squared_error if _problem_type(model) == _REGRESSION else self._divergence
+        terms = [self.method.alpha * difference(step.outputs[name], teacher_outputs[name], labelled) for name in names]
         if not names:  # a model without a head: its outputs are the last hidden states
             states = step.outputs[0]
             tokens = _real_tokens(model, list(architecture.stacks)[-1], None, inputs, states)
@@ -200,6 +197,10 @@ class _TeacherLoss(Objective):
                 terms.append(self.method.beta * _distance(states, teacher_states[teacher_layer], tokens))
         return torch.stack(terms).sum()
 
+    def _squared_error(self, values: torch.Tensor, teacher_values: torch.Tensor, _: object) -> torch.Tensor:
+        """The mean squared error of two outputs (B, V), numbers."""
+        return functional.mse_loss(values.float(), teacher_values.float())
+
     def _divergence(
         self, logits: torch.Tensor, teacher_logits: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
@@ -212,6 +213,14 @@ class _TeacherLoss(Objective):
         student, teacher = ((x.float() / self.method.temperature).log_softmax(-1) for x in (logits, teacher_logits))
         divergence = functional.kl_div(student, teacher, reduction="sum", log_target=True)
         return self.method.temperature**2 * divergence / max(len(logits), 1)
+
+
+def _problem_type(model: Any) -> str | None:
+    """What the labels of a classifier of texts are, in transformers' words. A config may lack them before the first labels.
+    None for other tasks."""
+    if tasks_of(model) != {"sequence-classification"}:
+        return None
+    return getattr(model.config, "problem_type", None) or (_REGRESSION if model.config.num_labels == 1 else _ONE_CLASS)
 
 
 def _size(config: Any, name: str) -> Any:

@@ -469,9 +469,9 @@ GPT2_CLASSES = ("gpt2", "sequence-classification")
         (
             CLASSES,
             CLASSES,
-            {"num_labels": 1},
+            {"problem_type": "multi_label_classification"},
             "none",
-            "num_labels=1, problem_type=.*: the outputs of a classifier can only be learnt if",
+            "problem_type='multi_label_classification': the outputs of a classifier can only be learnt if it chooses one",
         ),
         (CLASSES, GPT2_CLASSES, {}, "skip", "the teacher is a gpt2, the student a bert; only hidden='none'"),
     ],
