@@ -10,7 +10,8 @@
 
 An archive holds settings, records, logs, test items and outputs of each run, and no weights; `hf-freeze report` makes the
 page of an unpacked one, too. In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is written from the archive
-NAME, and between `<!-- claims -->` and `<!-- end -->` from claims.yaml, whose comparisons are computed from the archives.
+NAME, between `<!-- claims -->` and `<!-- end -->` from claims.yaml, whose comparisons are computed from the archives, and after
+`<!-- published findings -->` and `<!-- published tables -->` from published_rows.yaml (published_rows.py).
 """
 
 import argparse
@@ -24,18 +25,17 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
+import published_rows
 import yaml
+from published_rows import compare, verdict
 
-from hf_freeze.analysis.significance import Difference
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.report.findings import interval, quality, seeds_in_words
 from hf_freeze.lab.report.markdown import markdown
 from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.report.write import write_pages
-from hf_freeze.lab.tasks.scoring import TaskScoring
 from hf_freeze.run_folder import COMMANDS, HEAD_SCORES, HEAD_TESTS, LATENCY, MAPS, PRECISION
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -48,13 +48,13 @@ FIGURES = ("metrics.json", "log.jsonl", "items.npy", "translations.txt", HEAD_SC
 PICTURES = {"report": ""} | {name: f"_{name}" for name in ("heads", "attention", "embeddings", "schedules")}
 TABLE = re.compile(r"(?s)(<!-- table (\w+) -->\n).*?(<!-- end -->\n)")
 CLAIMED = re.compile(r"(?s)(<!-- claims -->\n).*?(<!-- end -->\n)")
+PUBLISHED = re.compile(r"(?s)(<!-- published (findings|tables) -->\n).*?(<!-- end -->\n)")
 # Its two ends, in parentheses, after "interval" or with signs after a comma; and the difference, where it stands just before
 INTERVAL = re.compile(
     r"(?:([\d.]*\d)(?:\s%)?\s)?(?:\(|interval\s|,\s(?=[−+]))([−+]?[\d.]*\d) to ([−+]?[\d.]*\d)(?=[),;:]|\.(?!\d)|\s\()"
 )
 LOST = re.compile(r"([\d.]+)(?: points)? lost to\s([\d.]+) gained")
 ABSOLUTE = re.compile(r'"/\w[\w.-]*/[^"]*"')
-EXPECTED = ("no loss", "a loss", "a gain")
 
 
 def keep(grid: Path, name: str) -> None:
@@ -159,9 +159,15 @@ def pages(reports: Reports) -> dict[Path, str]:
         text = path.read_text(encoding="utf-8")
         text, tables = TABLE.subn(lambda found: f"{found[1]}\n{reports.text(found[2])}\n\n{found[3]}", text)
         text, lists = CLAIMED.subn(lambda found: f"{found[1]}\n{claims(reports)}\n\n{found[2]}", text)
-        if tables or lists:
+        text, rows = PUBLISHED.subn(lambda found: f"{found[1]}\n{published(found[2], reports)}\n\n{found[3]}", text)
+        if tables or lists or rows:
             made[path] = text
     return made
+
+
+def published(part: str, reports: Reports) -> str:
+    """The findings or the tables of published_rows.yaml."""
+    return (published_rows.findings if part == "findings" else published_rows.tables)(reports, RESULTS)
 
 
 def unknown_intervals(text: str, reports: Reports) -> list[str]:
@@ -176,7 +182,7 @@ def unknown_intervals(text: str, reports: Reports) -> list[str]:
                 known += ratios + [tuple(100 * ratio - 100 for ratio in values) for values in ratios]
             else:
                 known += [gain, loss]
-    written = LOST.sub(r"−\1 to +\2", CLAIMED.sub("", TABLE.sub("", text)))
+    written = LOST.sub(r"−\1 to +\2", PUBLISHED.sub("", CLAIMED.sub("", TABLE.sub("", text))))
     stated = [found.groups() for found in INTERVAL.finditer(written)]
     return [
         f"{low} to {high}"
@@ -218,11 +224,9 @@ def claims(reports: Reports) -> str:
 def measure(reports: Reports, *, grid: str, row: str, base: str = "0", expects: str) -> tuple[str, str]:
     """The difference of a row from another in words, and whether it is as a claim expects: no loss, a loss or a gain."""
     report = reports[grid]
-    found = next((d for d in report.differences if {d.base, d.row} == {base, row}), None)
+    found = compare(report, row, base)
     if found is None:
         raise ValueError(f"{grid} does not compare row {row} with row {base}")
-    if found.base == row:  # the other way round
-        found = replace(found, base=base, row=row, difference=-found.difference, low=-found.high, high=-found.low)
     first, second = (next(one for one in report.rows if one["row"] == name) for name in (base, row))
     words = f"{report.task.signed(found.difference)} {report.task.unit} of {quality(report, first)}"
     words += f" ({interval(report, found)}; {seeds_in_words(first, second)})"
@@ -234,20 +238,6 @@ def page_of(name: str) -> str:
     """The page that has the table of an archive, or else the archive itself."""
     texts = ((path.name, path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.md")))
     return next((page for page, text in texts if f"<!-- table {name} -->" in text), f"{name}{ENDING}")
-
-
-def verdict(task: TaskScoring, found: Difference, expects: str) -> str:
-    """By the 95 % interval of one comparison: "holds" and "does not hold" only where the interval allows nothing else."""
-    low, high = (found.low, found.high) if task.higher else (-found.high, -found.low)
-    loss, gain, no_loss = high < 0, low > 0, task.loses_at_most(found.low, found.high)
-    if expects not in EXPECTED:
-        raise ValueError(f"expects: {expects!r}: choose from {list(EXPECTED)}")
-    holds, fails = {
-        "no loss": (no_loss, task.loses(found.low, found.high)),
-        "a loss": (loss, no_loss and not loss),
-        "a gain": (gain, high < task.margin and not gain),
-    }[expects]
-    return "holds" if holds else "does not hold" if fails else "not told apart"
 
 
 def write_html(folder: Path) -> None:
