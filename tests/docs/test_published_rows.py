@@ -1,4 +1,4 @@
-"""docs/results/published_rows.md: every row that it names exists, figures are those of records, verdicts follow from intervals."""
+"""docs/results/published_rows.md: its rows exist, its figures are those of records, its verdicts follow from intervals."""
 
 import json
 import math
