@@ -11,7 +11,8 @@
 An archive holds settings, records, logs, test items and outputs of each run, and no weights; `hf-freeze report` makes the
 page of an unpacked one, too. In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is written from the archive
 NAME, between `<!-- claims -->` and `<!-- end -->` from claims.yaml, whose comparisons are computed from the archives, and after
-`<!-- published findings -->` and `<!-- published tables -->` from published_rows.yaml (published_rows.py).
+`<!-- published findings -->` and `<!-- published tables -->` from published_rows.yaml (published_rows.py). kept_records.py says
+what `check` reads of pages without an archive.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from pathlib import Path
 
 import published_rows
 import yaml
+from kept_records import with_outputs, wrong_cells
 from published_rows import compare, verdict
 
 from hf_freeze.lab.report.build import make_report
@@ -160,7 +162,8 @@ def pages(reports: Reports) -> dict[Path, str]:
         text, tables = TABLE.subn(lambda found: f"{found[1]}\n{reports.text(found[2])}\n\n{found[3]}", text)
         text, lists = CLAIMED.subn(lambda found: f"{found[1]}\n{claims(reports)}\n\n{found[2]}", text)
         text, rows = PUBLISHED.subn(lambda found: f"{found[1]}\n{published(found[2], reports)}\n\n{found[3]}", text)
-        if tables or lists or rows:
+        text, outputs = with_outputs(text, RESULTS)
+        if tables or lists or rows or outputs:
             made[path] = text
     return made
 
@@ -272,6 +275,8 @@ def main() -> None:
             wrong.append(f"{path.name} (run: python docs/tooling/results.py write)")
         if unknown := unknown_intervals(text, reports):
             wrong.append(f"{path.name}: no two rows have the interval {', '.join(unknown)}")
+    for path in sorted(RESULTS.glob("*.md")):
+        wrong += [f"{path.name}: {cell}" for cell in wrong_cells(path.read_text(encoding="utf-8"), RESULTS)]
     if wrong:
         sys.exit("\n".join(["Not what the records give:", *wrong]))
     print(f"{len(archives())} archives: every table and claim is what they give")
