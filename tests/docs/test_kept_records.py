@@ -46,8 +46,25 @@ def test_a_cell_is_what_the_records_give(folder):
     assert kept_records.wrong_cells(page(f"{right} *"), folder) == []
     wrong = f"{mean + 0.1:.1f} ± {spread:.1f}"
     assert kept_records.wrong_cells(page(wrong), folder) == [f"tiny, row 2.1, BLEU: {wrong}, not {right}"]
-    with pytest.raises(ValueError, match=r"tiny\.jsonl has no row and column of the table below its name"):
+    with pytest.raises(ValueError, match="tiny has no row and column of the table below its name"):
         kept_records.wrong_cells(page(right, row="none"), folder)
+
+
+def test_a_score_is_the_mean_over_the_choices_of_texts(folder):
+    rows = [("translator", "half", "ZipLM", 30.0, 4.0), ("translator", "half", "ZipLM", 31.0, 5.0)]
+    rows += [("translator", "half", "hf_freeze, calibrated", 35.25, 9.0), ("other", "half", "ZipLM", 1.0, 1.0)]
+    names = ("model", "cut", "method", "BLEU", "cpu_seconds")
+    kept = {str(number): dict(zip(names, row, strict=True)) for number, row in enumerate(rows)}
+    for row in kept.values():
+        row["scores"] = {"BLEU": row.pop("BLEU")}
+    kept["failed"] = {"model": "translator", "cut": "half", "method": "ZipLM", "error": "none"}
+    (folder / "cuts.json").write_text(json.dumps(kept), "utf-8")
+    table = "| cut | method | BLEU | kept | CPU s |\n| --- | --- | ---: | ---: | ---: |\n"
+    table += "| half | ZipLM | 30.5 | 0.5 | 4.5 |\n| half | calibrated | 35.25 | 0.5 | 9.0 |\n"
+    text = f"<!-- records cuts translator -->\n\n{table}\n<!-- end -->\n"
+    assert kept_records.wrong_cells(text, folder) == []
+    wrong = kept_records.wrong_cells(text.replace("30.5", "30.6").replace("35.25", "35.3"), folder)
+    assert wrong == ["cuts, row half, ZipLM, BLEU: 30.6, not 30.5", "cuts, row half, calibrated, BLEU: 35.3, not 35.2"]
 
 
 def test_the_check_finds_a_wrong_cell_and_another_output(folder, monkeypatch):
