@@ -273,7 +273,8 @@ def main() -> None:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
             wrong.append(f"{path.name} (run: python docs/tooling/results.py write)")
-        if unknown := unknown_intervals(text, reports):
+        from_archives = any(part.search(text) for part in (TABLE, CLAIMED, PUBLISHED))
+        if from_archives and (unknown := unknown_intervals(text, reports)):
             wrong.append(f"{path.name}: no two rows have the interval {', '.join(unknown)}")
     for path in sorted(RESULTS.glob("*.md")):
         wrong += [f"{path.name}: {cell}" for cell in wrong_cells(path.read_text(encoding="utf-8"), RESULTS)]

@@ -70,7 +70,10 @@ def test_a_score_is_the_mean_over_the_choices_of_texts(folder):
 def test_the_check_finds_a_wrong_cell_and_another_output(folder, monkeypatch):
     mean, spread = bleu(folder, "2.1")
     monkeypatch.setattr(sys, "argv", ["results.py", "check"])
-    text = page(f"{mean:.1f} ± {spread:.1f}") + "\n<!-- output sizes -->\n\n| a |\n\n<!-- end -->\n"
+    text = (
+        page(f"{mean:.1f} ± {spread:.1f}")
+        + "\nA time (0.9 to 1.1).\n\n<!-- output sizes -->\n\n| a |\n\n<!-- end -->\n"
+    )
     (folder / "page.md").write_text(text, "utf-8")
     with pytest.raises(SystemExit, match=r"page\.md \(run: python docs/tooling/results\.py write\)"):
         results.main()

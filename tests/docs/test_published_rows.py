@@ -87,6 +87,27 @@ def test_the_direction_and_the_size_of_a_difference_agree_or_not(task, expects, 
     assert published_rows._agreement(report, found, change, {scoring.quality: (40.0, None)}) == agreement
 
 
+def test_heads_that_stay_and_heads_that_are_left_alone_are_counted(tmp_path):
+    """Two attentions of two heads in two runs; of `cross`, head 1 alone is the better one in both."""
+    files = {}
+    for seed, removed, alone in ((1, [0], [9.0, 4.0]), (2, [0, 1], [3.0, 2.0])):
+        names = ("decoder.0.self", "decoder.0.cross", "decoder.1.cross")
+        scores = {"importance": {name: [0.5, 0.5] for name in names}}
+        scores["one_head"] = dict(zip(names, ([0.5, 0.1], alone, [1.0, 1.5]), strict=True))
+        files[f"row-scored-seed-{seed}/head_scores.json"] = scores
+        methods = [{"method": "head_pruning", "heads": {"decoder.1.cross": removed}}, {"method": "freeze"}]
+        files[f"row-half-seed-{seed}/model/config.json"] = {"methods": methods}
+        files[f"row-half-tuned-seed-{seed}/model/config.json"] = {"methods": []}  # another row
+    encoded = {name: json.dumps(content).encode() for name, content in files.items()}
+    results._write_archive(tmp_path / "tiny_runs.tar.gz", encoded)
+    said = published_rows._filled("{heads tiny half}; {alone tiny scored}", {}, tmp_path)
+    kept, alone = said.split(" (2 seeds, one number each); ")
+    assert kept == "decoder.self 2, 2 of 2; decoder.cross 3, 2 of 4"
+    assert alone == "−3.0 for `decoder.0.cross`, then −1.0 for `decoder.1.cross` (2 seeds)"
+    with pytest.raises(ValueError, match=r"\{sum tiny\}: choose from \['score', 'kept', .*'alone'\]"):
+        published_rows._filled("{sum tiny}", {}, tmp_path)
+
+
 def test_the_page_is_what_the_records_give(tmp_path, monkeypatch):
     make_runs(tmp_path / "grid")
     folder = tmp_path / "results"
