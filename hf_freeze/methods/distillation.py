@@ -37,9 +37,9 @@ class Distillation(Method):
     last. A classifier with an encoder compares the first token; other models take the mean over all tokens. In each stack,
     layer j of the student's m learns from layer j·n/m of the teacher's n (`"skip"`) or from layer n - m + j (`"last"`).
 
-    A model without a head learns the directions of the last hidden states instead of outputs. For a classifier whose
-    labels are numbers (`problem_type` "regression"), the squared error of the teacher's numbers, a mean over examples and outputs,
-    replaces T² · KL.
+    A model without a head learns the directions of the last hidden states instead of outputs. For a classifier whose labels are
+    numbers (`problem_type` "regression"), the squared error of the teacher's numbers, a mean over examples and outputs, replaces
+    T² · KL.
 
     `teacher`: a model of the same task and tokenizer. If one of the two has more rows in its vocabulary, as in padded ones of
     Qwen2.5, shared outputs are compared; both must have been opened with the tokenizer beside them. The teacher is put in eval
