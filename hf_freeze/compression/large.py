@@ -248,7 +248,7 @@ class _Work:
         return Program(costs.blocks, distances, self._prices(costs, size), options)
 
     def _prices(self, costs: LayerCosts, size: int) -> Prices:
-        """In bytes; of what no choice changes, as the files of the original have it, but for the tables of GGUF."""
+        """In bytes; of what no choice changes, as the files of the original have it, except for the tables of GGUF."""
         weights = sum(block.weights for block in costs.blocks.values())
         others = size - weights * self._model.dtype.itemsize
         bits = self._bits[0]
