@@ -167,8 +167,8 @@ def projected(moments: Moments, down: Tensor, weight: Tensor, bias: Tensor | Non
 
 
 def behind(weight: Tensor, bias: Tensor | None, read: Moments, gram: Tensor) -> Moments:
-    """What a linear sees, and what y = W x + b gave there, W (O, I) and b (O,) or None: from `read`, in which the inputs x of the
-    original model stand in the place of y, and the mean of x xᵀ, `gram` (I, I)."""
+    """What a linear sees, and what y = W x + b gave there, W (O, I) and b (O,) or None: from `read`, whose outputs are the inputs
+    x of the original model, and the mean of x xᵀ, `gram` (I, I)."""
     if read.cross is None or read.output_mean is None:
         raise ValueError("the inputs of both models must be those of the same tokens")
     w = weight.to(gram)
