@@ -1,6 +1,5 @@
 """`compress` for models larger than the memory: statistics layer by layer, one integer program, one conversion layer by layer."""
 
-import json
 import math
 import shutil
 import time
@@ -9,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_freeze._version import __version__
 from hf_freeze.architectures.base import hidden_size
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.tasks import task_of
@@ -19,11 +17,13 @@ from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.distances import Distances
 from hf_freeze.compression.engine import files_of
 from hf_freeze.compression.inputs import Inputs, digest_of_items
+from hf_freeze.compression.large_report import sentences, write_report
 from hf_freeze.compression.layer_costs import LayerCosts, layer_costs
 from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.prices import Prices, Sizes
+from hf_freeze.compression.results import LargeCompressed
 from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of
-from hf_freeze.io import bytes_of, whole_folder, write_whole
+from hf_freeze.io import bytes_of, whole_folder
 from hf_freeze.methods.base import Method
 from hf_freeze.model.convert import check_shards, convert
 from hf_freeze.model.fidelity import Fidelity, fidelity_on
@@ -31,7 +31,6 @@ from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.model.paging import Paged
 from hf_freeze.model.samples import samples_of
 from hf_freeze.publish.export.convert import export_model
-from hf_freeze.publish.markdown import markdown_table
 from hf_freeze.training.healing import HealLimit, heal, parse_limit
 
 _LIMIT = 10**9  # bytes of tensors in memory at a time
@@ -57,21 +56,6 @@ TARGETS = {
     "torch": Target(format=None),
     "gguf": Target(format="gguf", quantization="q8_0", bits=()),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class LargeCompressed:
-    """What came of it. `folder`: to serve; `model`: the variant. `expected`: the sum of what the parts that went were worth."""
-
-    folder: Path
-    model: Path
-    shape: Shape
-    kept: str
-    original_bytes: int
-    bytes: int
-    expected: float
-    fidelity: Fidelity
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +137,11 @@ def compress_large(
         fidelity=fidelity,
         seconds=time.monotonic() - began,
     )
-    _write(result, costs, work.depths, out, command)
-    for line in _sentences(result):
+    write_report(result, costs, work.depths, out, command)
+    for path in out.iterdir():  # of shapes that were above the budget, and on the way to this one
+        if path.name.startswith(("cut-", "healed-", "model-", "served-")) and path not in (folder, variant):
+            shutil.rmtree(path)
+    for line in sentences(result):
         say(line)
     return result
 
@@ -319,7 +306,7 @@ class _Work:
             for row in range(len(batch["input_ids"]))
         ]
         with Paged(self._out, _LIMIT):
-            return fidelity_on(self._model, _opened(variant), batches)
+            return replace(fidelity_on(self._model, _opened(variant), batches), compared=len(batches))
 
 
 def _converted(source: Path, out: Path, methods: Sequence[Method], **options: Any) -> Path:
@@ -330,47 +317,3 @@ def _converted(source: Path, out: Path, methods: Sequence[Method], **options: An
 def _opened(folder: Path) -> Any:
     """The model, whose tensors stay in its files."""
     return load_model(folder).eval()
-
-
-def _sentences(result: LargeCompressed) -> list[str]:
-    found, low_high = result.fidelity, result.fidelity.intervals.get("kl")
-    interval = "" if low_high is None else f" (95 % interval {low_high[0]:.3g} to {low_high[1]:.3g})"
-    lines = [
-        f"Kept: {result.kept}.",
-        f"{in_bytes(result.bytes)}, {result.bytes / result.original_bytes:.1%} of the original.",
-    ]
-    if result.folder.name.startswith("served-") and (result.folder / "model.gguf").exists():
-        lines.append("Before its weights are rounded to q8_0:")
-    if found.kl is not None and found.agreement is not None:
-        lines.append(
-            f"On {found.compared or _COMPARED} texts that nothing was chosen by: KL {found.kl:.3g}{interval} nats a token to the "
-            f"original; the likeliest next token is the same for {found.agreement:.1%}."
-        )
-    if found.perplexity is not None and found.original_perplexity is not None:
-        lines.append(f"Perplexity there: {found.perplexity:.3f}, of the original {found.original_perplexity:.3f}.")
-    return [*lines, f"Written: {result.folder} (to serve), {result.model} (to train on)."]
-
-
-def _write(result: LargeCompressed, costs: LayerCosts, depths: Mapping[str, int], out: Path, command: str) -> None:
-    """Write the result as JSON, and as a page with a row for each layer."""
-    facts = {"command": command, "hf_freeze_version": __version__}
-    write_whole(out / "compressed.json", json.dumps(asdict(result) | facts, default=str, indent=1) + "\n")
-    rows = []
-    for stack, depth in depths.items():
-        for layer in range(depth):
-            some = [block for block in costs.blocks.values() if block.place == (stack, layer)]
-            stays = layer in result.shape.layers[stack]
-            cells = [f"{stack} {layer}", f"{costs.layers.get((stack, layer), math.nan):.3g}"]
-            for kind in ("heads", "neurons"):
-                of_kind = [block for block in some if block.kind == kind]
-                kept = ", ".join(f"{result.shape.units[block.name]} of {block.units}" for block in of_kind) or "–"
-                bits = ", ".join(str(result.shape.bits[block.name]) for block in of_kind) or "–"
-                cells += [kept, bits] if stays else ["–", "–"]
-            rows.append(cells)
-    headings = ["layer", "changes the states by", "heads or groups kept", "bits", "neurons kept", "bits of the FFN"]
-    text = ["# A large model, compressed", "\n".join(f"- {line}" for line in _sentences(result)[:-1])]
-    text += ["\n".join(markdown_table(headings, rows, left=1)), f"Made by hf_freeze {__version__}: `{command}`"]
-    write_whole(out / "README.md", "\n\n".join(text) + "\n")
-    for path in out.glob("served-*"):
-        if path != result.folder:
-            shutil.rmtree(path)

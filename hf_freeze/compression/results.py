@@ -81,3 +81,18 @@ class Compressed:
     def loss(self) -> float:
         """Points of the score, or of fidelity in %, below the original."""
         return self.after.loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargeCompressed:
+    """What came of it. `folder`: to serve; `model`: the variant. `expected`: the sum of what the parts that went were worth."""
+
+    folder: Path
+    model: Path
+    shape: Shape
+    kept: str
+    original_bytes: int
+    bytes: int
+    expected: float
+    fidelity: Fidelity
+    seconds: float

@@ -235,6 +235,8 @@ def test_the_command(planted, tmp_path):
     printed = cli(*command, *texts, "--max-bytes", "60%", "--engine", "torch", "--samples", "64").output
     assert "layer 5 (5 of 5): " in printed
     assert "texts that nothing was chosen by: KL" in printed
+    assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name[:6] for path in (tmp_path / "out").iterdir() if "-" in path.name] == ["model-"]
     assert json.loads((tmp_path / "out" / "compressed.json").read_text())["bytes"] < 0.6 * bytes_of(planted)
     error = one_line_error(*command, *texts, "--max-ms", "5")
     assert "--max-ms: not with --layer-by-layer, which takes --texts and --max-bytes" in error
