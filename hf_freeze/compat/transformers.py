@@ -305,6 +305,18 @@ def copy_attention_implementation(old: Any, new: Any) -> None:
             copy_attention_implementation(getattr(old, name), getattr(new, name))
 
 
+# -- loops in a graph of torch.export -------------------------------------------------------------------------------------
+
+
+def scan(step: Any, state: Any, sequences: Any) -> tuple[Any, Any]:
+    """Apply `step(state, values)`, which returns the next state and an output, to each token of `sequences` (B, T, ...): the last
+    state, and the outputs (B, T, ...), of any number of tokens."""
+    from torch._higher_order_ops.scan import scan as scan_first
+
+    state, outputs = scan_first(step, state, [sequence.transpose(0, 1) for sequence in sequences])
+    return state, outputs.transpose(0, 1)
+
+
 # -- caches ------------------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +338,11 @@ def convolution_layer(state: Any) -> Any:
     layer = LinearAttentionLayer()
     layer.update_conv_state(state)
     return layer
+
+
+def mark_stateful(model: Any) -> None:
+    """Have `generate` refuse searches that take back tokens, such as assisted generation: a state cannot forget them."""
+    model._is_stateful = True
 
 
 # -- sound -------------------------------------------------------------------------------------------------------------

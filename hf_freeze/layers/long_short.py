@@ -12,7 +12,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from hf_freeze.compat.transformers import cache_name
 from hf_freeze.layers.convolution import KernelConvolution
-from hf_freeze.layers.masks import unpadded, unreadable_mask
+from hf_freeze.layers.masks import token_mask
 from hf_freeze.layers.no_attention import no_weights
 
 
@@ -38,7 +38,7 @@ class LongShortAttention(nn.Module):
         long, short = hidden_states.chunk(2, dim=-1)
         name = cache_name(kwargs)
         cache, seen = _cache_of(kwargs.get(name), self.attention)
-        inputs = self.conv.inputs(short, _token_mask(attention_mask, seen, hidden_states))
+        inputs = self.conv.inputs(short, token_mask(attention_mask, seen, hidden_states, "convolutions"))
         shared_cache = None if cache is None else _SharedCache(cache, inputs, self.head_size)
         if shared_cache is not None:
             kwargs[name] = shared_cache
@@ -65,7 +65,7 @@ class ConvolutionAlone(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, T, H) -> (B, T, H), and the attention weights of no head"""
         cache, seen = _cache_of(kwargs.get(cache_name(kwargs)), self)
-        inputs = self.conv.inputs(hidden_states, _token_mask(attention_mask, seen, hidden_states))
+        inputs = self.conv.inputs(hidden_states, token_mask(attention_mask, seen, hidden_states, "convolutions"))
         past = None
         if cache is not None:
             half = hidden_states.shape[-1] // 2  # one head of keys, one of values
@@ -82,20 +82,6 @@ def _cache_of(cache: Any, owner: Any) -> tuple[Any, Any]:
         cache = cache.self_attention_cache
     # Adding 0 copies the length: a static cache returns its own counter, which it later increments in place.
     return cache, 0 if cache is None else cache.get_seq_length(owner.layer_idx) + 0
-
-
-def _token_mask(attention_mask: torch.Tensor | None, seen: Any, hidden_states: torch.Tensor) -> torch.Tensor | None:
-    """bool (B, T): True for the tokens of this forward, which follow `seen` cached ones, False for padding; None without mask.
-
-    Raises ValueError for a mask of unknown form.
-    """
-    if attention_mask is None:
-        return None
-    mask = unpadded(attention_mask)
-    if mask is None:
-        raise unreadable_mask("convolutions", attention_mask)
-    batch, tokens = hidden_states.shape[:2]
-    return mask.index_select(1, _range(seen, tokens, mask.device)).expand(batch, -1)
 
 
 def _range(start: Any, count: int, device: torch.device) -> torch.Tensor:

@@ -19,6 +19,21 @@ def unpadded(attention_mask: Any) -> torch.Tensor | None:
     return row if row.dtype == torch.bool else row == 0
 
 
+def token_mask(attention_mask: Any, seen: Any, hidden_states: torch.Tensor, layer: str) -> torch.Tensor | None:
+    """bool (B, T): True for the tokens of this forward, `hidden_states` (B, T, H), which follow `seen` cached ones, and False for
+    padding; None without mask.
+
+    Raises ValueError for a mask of unknown form; `layer` says what cannot read it.
+    """
+    if attention_mask is None:
+        return None
+    mask = unpadded(attention_mask)
+    if mask is None:
+        raise unreadable_mask(layer, attention_mask)
+    batch, tokens = hidden_states.shape[:2]
+    return mask.index_select(1, torch.arange(tokens, device=mask.device) + seen).expand(batch, -1)
+
+
 def unreadable_mask(layer: str, attention_mask: Any) -> ValueError:
     """The error of a layer that supports no masks of this form."""
     return ValueError(

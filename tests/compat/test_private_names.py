@@ -49,6 +49,7 @@ ATTRIBUTES = [  # (owner, name, what we use it for)
     (BertConfig(), "_attn_implementation", "copying the attention implementation"),
     (output_capturing, "_active_collector", "the weights of attentions without heads, in output_attentions"),
     (PreTrainedModel, "_can_record_outputs", "the modules whose weights are recorded, by their class"),
+    (PreTrainedModel, "_is_stateful", "the searches that recurrent units cannot take part in"),
     (compat.convolution_layer(torch.zeros(1, 2, 3)), "conv_states", "exporting the convolutions of LFM2"),
     (PreTrainedModel, "_can_set_attn_implementation", "the attention that the native class would take"),
     (PreTrainedModel, "_can_set_experts_implementation", "the experts that the native class would take"),
@@ -68,6 +69,17 @@ def test_the_state_of_a_convolution_is_the_one_it_was_given():
     assert torch.equal(compat.state_of_convolution(layer), state)
     layer.update_recurrent_state(state)
     assert compat.state_of_convolution(layer) is None  # it keeps something else too
+
+
+def test_a_scan_applies_its_step_to_each_token():
+    def step(state, values):
+        state = state + values[0]
+        return state, state.clone()
+
+    x = torch.randn(2, 5, 3)
+    last, outputs = compat.scan(step, torch.zeros(2, 3), [x])
+    torch.testing.assert_close(outputs, x.cumsum(1))
+    assert torch.equal(last, outputs[:, -1])
 
 
 @pytest.mark.parametrize(("owner", "name", "use"), ATTRIBUTES, ids=[name for _, name, _ in ATTRIBUTES])
