@@ -143,6 +143,7 @@ class StateLayer(DynamicLayer):
     def __init__(self, max_length: int | None = None) -> None:
         super().__init__()
         self.max_length = max_length
+        self.is_compileable = max_length is not None  # so masks leave out what a static layer has not filled yet
 
     @staticmethod
     def of(cache: Any, number: int) -> "StateLayer":
@@ -158,17 +159,17 @@ class StateLayer(DynamicLayer):
         """Store `state` (B, S) after `tokens` further tokens."""
         new = state.new_empty(len(state), 1, tokens, 0)
         self.keys = new if self.keys is None else torch.cat([self.keys, new], dim=2)
-        self.values = state[:, None, None]
+        self.values = state[:, None, None].clone()  # not a view of the states after all tokens
         self.dtype, self.device, self.is_initialized = state.dtype, state.device, True
 
     def get_seq_length(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.get_seq_length() + query_length if self.max_length is None else self.max_length), 0
+        return self.max_length or self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1 if self.max_length is None else self.max_length
+        return self.max_length or -1
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises ValueError unless it has to remove nothing."""

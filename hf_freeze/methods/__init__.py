@@ -18,6 +18,7 @@ from hf_freeze.methods.lite_transformer import LiteTransformer as LiteTransforme
 from hf_freeze.methods.low_rank import LowRank as LowRank
 from hf_freeze.methods.magnitude_pruning import MagnitudePruning as MagnitudePruning
 from hf_freeze.methods.quantize import Quantize as Quantize
+from hf_freeze.methods.recurrent_decoder import RecurrentDecoder as RecurrentDecoder
 from hf_freeze.methods.tensor_train import TensorTrain as TensorTrain
 from hf_freeze.methods.theseus import Theseus as Theseus
 from hf_freeze.methods.tucker import Tucker as Tucker

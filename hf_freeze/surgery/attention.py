@@ -175,11 +175,9 @@ def match_scales(old: Any, new: Any, attentions: Iterable[Attention], config: An
     replaced the queries' linear in `new`.
     """
     for attention in attentions:
-        if not all(has_module(module, attention.module) for module in (old, new)):  # layers may be of different kinds
+        if not all(has_module(module, attention.q) for module in (old, new)):  # of another kind, or without scores
             continue
         old_module, new_module = old.get_submodule(attention.module), new.get_submodule(attention.module)
-        if isinstance(old_module, NoAttention):  # no scores
-            continue
         ratio = getattr(old_module, "scaling", 1.0) / getattr(new_module, "scaling", 1.0)
         if ratio == 1:
             continue
