@@ -140,9 +140,9 @@ class StateLayer(DynamicLayer):
 
     is_croppable = False  # a state cannot forget its last tokens
 
-    def __init__(self, max_length: int | None = None) -> None:
+    def __init__(self, max_length: int | None = None, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         super().__init__()
-        self.max_length = max_length
+        self.max_length, self.keys, self.values = max_length, keys, values
         self.is_compileable = max_length is not None  # so masks leave out what a static layer has not filled yet
 
     @staticmethod
@@ -157,7 +157,7 @@ class StateLayer(DynamicLayer):
 
     def put(self, state: Tensor, tokens: int) -> None:
         """Store `state` (B, S) after `tokens` further tokens."""
-        new = state.new_empty(len(state), 1, tokens, 0)
+        new = state.new_empty(state.shape[0], 1, tokens, 0)
         self.keys = new if self.keys is None else torch.cat([self.keys, new], dim=2)
         self.values = state[:, None, None].clone()  # not a view of the states after all tokens
         self.dtype, self.device, self.is_initialized = state.dtype, state.device, True

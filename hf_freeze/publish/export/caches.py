@@ -1,10 +1,12 @@
 """The past of a model that generates, as tensors that an engine reads and gives.
 
 They are named `past_key_values.LAYER.SIDE.PART` as inputs and `present.LAYER.SIDE.PART` as outputs. SIDE is "decoder", or
-"encoder" for cross-attention. PART is "key" or "value" of an attention, or "conv" for the last inputs of a convolution.
+"encoder" for cross-attention. PART is "key" or "value" of an attention, "conv" for the last inputs of a convolution, or "state"
+and "tokens" of a recurrent unit: tensors without numbers, whose shape tells how many tokens it has seen.
 
 Shapes: B rows, P previous tokens, S source tokens or frames, N heads, D head size, H hidden size, K kernel size. Keys and values
-(B, N, P, D), of cross-attention (B, N, S, D); inputs of a convolution (B, H, K).
+(B, N, P, D), of cross-attention (B, N, S, D); inputs of a convolution (B, H, K); state of a unit (B, 1, 1, its size), tokens
+(B, 1, P, 0).
 """
 
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from hf_freeze.compat.transformers import convolution_layer, has_states, state_of_convolution
+from hf_freeze.layers.recurrent import StateLayer
 
 PAST, PRESENT = "past_key_values", "present"
 
@@ -40,6 +43,8 @@ def tensors_of(cache: Any, kind: str, side: str) -> dict[str, Tensor]:
 def _parts(layer: Any) -> dict[str, Tensor]:
     if has_states(layer):
         return {"conv": state_of_convolution(layer)}
+    if isinstance(layer, StateLayer):
+        return {"tokens": layer.keys, "state": layer.values}
     return {"key": layer.keys, "value": layer.values}
 
 
@@ -53,6 +58,8 @@ def cache_of(tensors: Mapping[str, Tensor]) -> DynamicCache:
     for number, parts in sorted(layers.items()):
         if "conv" in parts:
             cache.layers.append(convolution_layer(parts["conv"]))
+        elif "state" in parts:
+            cache.layers.append(StateLayer(keys=parts["tokens"], values=parts["state"]))
         else:
             cache.update(parts["key"], parts["value"], number)
     return cache

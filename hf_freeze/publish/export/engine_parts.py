@@ -211,7 +211,7 @@ def _generator(model: Any) -> Part:
 
 def _axes(cached: Iterable[str], length: str) -> dict[str, dict[int, str]]:
     """The axes that vary of the tensors of a cache."""
-    return {name: {0: "batch"} | ({} if name.endswith(".conv") else {2: length}) for name in cached}
+    return {name: {0: "batch"} | ({} if name.endswith((".conv", ".state")) else {2: length}) for name in cached}
 
 
 # -- encoder-decoders --------------------------------------------------------------------------------------------------------

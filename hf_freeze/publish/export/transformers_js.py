@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_freeze.architectures.registry import architecture_of
+from hf_freeze.layers.recurrent import RecurrentAttention
 from hf_freeze.model.config import native_config
 from hf_freeze.publish.export import onnx_nodes
 from hf_freeze.publish.export.caches import PAST, PRESENT
@@ -87,6 +88,10 @@ def _check(export: Export) -> None:
         raise ValueError(f"transformers-js takes no models for {export.task}; choose from {', '.join(TYPES)}")
     if model_type not in known:
         raise ValueError(f"transformers-js takes no {model_type} for {export.task}; choose from {', '.join(known)}")
+    if any(isinstance(module, RecurrentAttention) for module in export.model.modules()):
+        raise ValueError(
+            "transformers-js keeps keys and values, and no states of recurrent units; choose --format onnx"
+        )
     if not export.tokenizer.is_fast:
         raise ValueError(
             f"transformers.js reads tokenizer.json alone, which {type(export.tokenizer).__name__} does not write; save a fast "
