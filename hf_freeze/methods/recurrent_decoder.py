@@ -17,15 +17,29 @@ from hf_freeze.methods.checks import check_any_selected, check_bool, check_field
 from hf_freeze.methods.registry import register_method
 
 _STACK = "decoder"
-# Described by hand, or derived, with layers that call their attention as these do.
-_ARCHITECTURES = {"marian", "gpt2", "llama", "bart"}
+# Described by hand, or derived and tested: others call their attention in other ways, or have other masks and caches.
+_BY_HAND = ("marian", "gpt2", "llama")
+_DERIVED = (
+    "bart",
+    "gemma",
+    "granite",
+    "mbart",
+    "mistral",
+    "olmo2",
+    "opt",
+    "pegasus",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
 
 
 @register_method(
     "recurrent_decoder",
     example={"kind": "ssru"},
     modes={"aan": {"kind": "aan", "ffn_width": 24}, "lstm": {"kind": "lstm"}},
-    facts=Facts(needs={"heads"}, architectures=_ARCHITECTURES, from_scratch={"blocks"}, repeatable=False),
+    facts=Facts(needs={"heads"}, architectures={*_BY_HAND, *_DERIVED}, from_scratch={"blocks"}, repeatable=False),
 )
 @dataclass(frozen=True, kw_only=True)
 class RecurrentDecoder(Method):
