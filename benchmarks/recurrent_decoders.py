@@ -1,4 +1,4 @@
-"""Time of a decoded token with a recurrent unit in the place of decoder self-attention, against attention of equal size.
+"""Time of a decoded token with a recurrent unit instead of decoder self-attention, against attention of equal size.
 
     python benchmarks/recurrent_decoders.py --out recurrent_decoders.md     # about a quarter of an hour on one core
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from hf_freeze.analysis.accounting import stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
+from hf_freeze.layers.recurrent import RecurrentAttention
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.parts import SeededValues
 from hf_freeze.model.make import make_variant
@@ -42,4 +43,9 @@ def surviving_formats(method: type[Method]) -> list[str]:
     except ValueError:  # no native model has its layers
         merged = None
     kept = merged is not None and merged <= _SAME * small
-    return [name for name, kind in MODELS.items() if kept or kind.keeps_structure]
+    states = any(
+        isinstance(module, RecurrentAttention) for module in variant.modules()
+    )  # which browsers have no place for
+    return [
+        name for name, kind in MODELS.items() if kept or (kind.keeps_structure and not (states and kind.for_browsers))
+    ]

@@ -1,4 +1,4 @@
-"""Recurrent units in the place of the self-attention of a decoder: one state of a fixed size holds all earlier tokens.
+"""Recurrent units instead of the self-attention of a decoder: one state of a fixed size holds all earlier tokens.
 
 - SSRU, the simpler simple recurrent unit (Kim et al., 2019, "From Research to Production and Back: Ludicrously Fast Neural
   Machine Translation", https://aclanthology.org/D19-5632): f = σ(W_f x + b_f), c = f ⊙ c' + (1 - f) ⊙ W x, y = ReLU(c).

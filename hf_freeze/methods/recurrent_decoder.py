@@ -1,4 +1,4 @@
-"""Recurrent units in the place of decoder self-attention: SSRU (Kim et al., 2019, https://aclanthology.org/D19-5632), average
+"""Recurrent units instead of decoder self-attention: SSRU (Kim et al., 2019, https://aclanthology.org/D19-5632), average
 attention (Zhang et al., 2018, https://arxiv.org/abs/1805.00631) or an LSTM.
 """
 
@@ -39,7 +39,9 @@ _DERIVED = (
     "recurrent_decoder",
     example={"kind": "ssru"},
     modes={"aan": {"kind": "aan", "ffn_width": 24}, "lstm": {"kind": "lstm"}},
-    facts=Facts(needs={"heads"}, architectures={*_BY_HAND, *_DERIVED}, from_scratch={"blocks"}, repeatable=False),
+    facts=Facts(
+        needs={"heads"}, architectures={*_BY_HAND, *_DERIVED}, from_scratch={"blocks"}, shrinks=True, repeatable=False
+    ),
 )
 @dataclass(frozen=True, kw_only=True)
 class RecurrentDecoder(Method):
