@@ -17,8 +17,14 @@ def trained_rows(layer: Any) -> Any:
     return getattr(layer, "trainable_tokens_delta", None)
 
 
+# Linears of `layers/recurrent.py`, which are there where a variant has none of the linears of attentions that PEFT adapts.
+_OF_UNITS = ("unit.forget", "unit.input", "unit.gate")
+_OF_ATTENTIONS = {"c_attn", "k_proj", "q_proj", "qkv_proj", "v_proj"}
+
+
 def share_default_targets(model_type: str, *alike: str) -> None:
-    """Let PEFT adapt models of `model_type` by default where it adapts those of the first known type in `alike`.
+    """Let PEFT adapt models of `model_type` by default where it adapts those of the first known type in `alike`, and recurrent
+    units where it adapts attentions.
 
     Does nothing until PEFT is imported.
     """
@@ -26,4 +32,7 @@ def share_default_targets(model_type: str, *alike: str) -> None:
     for mapping in list(vars(constants).values()) if constants else ():
         known = next((name for name in alike if name in mapping), None) if isinstance(mapping, dict) else None
         if known is not None:
-            mapping.setdefault(model_type, mapping[known])
+            targets = mapping[known]
+            if isinstance(targets, list) and _OF_ATTENTIONS.intersection(targets):
+                targets = [*targets, *_OF_UNITS]
+            mapping.setdefault(model_type, targets)

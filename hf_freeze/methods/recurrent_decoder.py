@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_freeze import surgery
-from hf_freeze.architectures.base import Architecture, Attention, Stack, check_layers_type, in_layers, read
+from hf_freeze.architectures.base import Architecture, Attention, Stack, check_layers_type, hidden_size, in_layers, read
 from hf_freeze.architectures.kinds import types_of_layers
 from hf_freeze.compat.transformers import mark_stateful, record_weights
 from hf_freeze.layers.derived import features
@@ -16,7 +16,7 @@ from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.checks import check_any_selected, check_bool, check_fields, check_positive, one_of, wrong
 from hf_freeze.methods.registry import register_method
 
-_STACK = "decoder"
+_STACK, _WIDEST = "decoder", 16  # times the hidden size
 # Described by hand, or derived and tested: others call their attention in other ways, or have other masks and caches.
 _BY_HAND = ("marian", "gpt2", "llama")
 _DERIVED = (
@@ -58,8 +58,9 @@ class RecurrentDecoder(Method):
     There is no closed form for them, so that a calibration changes nothing. `merge()` raises an error, because no native model
     has such units. `generate` has all searches but those that take back tokens, such as assisted generation.
 
-    Raises ValueError for an unknown kind, `ffn_width` or `gate=False` for another kind than "aan", a layer that the decoder does
-    not have, a language model with cross-attentions, a sliding window, and an attention that another method has changed.
+    Raises ValueError for an unknown kind, `ffn_width` or `gate=False` for another kind than "aan", an FFN wider than 16 times the
+    hidden size, a layer that the decoder does not have, a language model with cross-attentions, a sliding window, and an
+    attention that another method has changed.
     """
 
     kind: str = "ssru"
@@ -103,6 +104,8 @@ class RecurrentDecoder(Method):
                 self, f"the attentions of stack {others[0]!r} are not causal; choose layers of 'decoder'", "layers"
             )
         check_any_selected(self._attentions(architecture, config), self.layers, "RecurrentDecoder")
+        if (self.ffn_width or 0) > _WIDEST * (hidden := hidden_size(config)):
+            raise wrong(self, f"must be at most {_WIDEST} times the hidden size {hidden}", "ffn_width")
         types = set(types_of_layers(config, architecture.stacks[_STACK])) - {"full_attention"}
         if types or getattr(config, "sliding_window", None):
             raise ValueError(

@@ -510,6 +510,22 @@ def test_light_blocks(run, monkeypatch):
     assert re.search(r"DeLighT's training step takes at most 1.3 of a plain one: (passed|missed) in", printed)
 
 
+@slow
+def test_recurrent_decoders(run, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    module = importlib.import_module("recurrent_decoders")
+    monkeypatch.setattr(module, "UNITS", {name: module.UNITS[name] for name in ("attention", "SSRU")})
+    printed = run(
+        "recurrent_decoders",
+        *("--width", "16", "--lengths", "2", "--rows", "1", "3", "--rounds", "1", "--at-least", "0"),
+    )
+    engines = ("PyTorch", "a layer, PyTorch", "ONNX Runtime")
+    found = re.findall(r"^\| SSRU \| (.*?) \| ([13]) \| 2 \| \d+ \| \d+ \| [\d.]+ \(", printed, re.M)
+    assert found == [(engine, rows) for engine in engines for rows in "13"]
+    for engine in engines:
+        assert re.search(rf"{engine}: (passed in all 2|missed in [12] of 2)", printed)
+
+
 def test_solvers(run, in_this_process, tmp_path):
     printed = run("solvers", "--widths", "16", "32", "--picture", str(tmp_path / "solvers.png"))
     assert "| eliminate columns | " in printed

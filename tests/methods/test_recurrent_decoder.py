@@ -303,6 +303,10 @@ def test_it_cannot_be_merged():
         ({"ffn_width": 24}, r"RecurrentDecoder\(kind='ssru', ffn_width=24\): only kind='aan' has ffn_width"),
         ({"kind": "lstm", "gate": False}, r"RecurrentDecoder\(kind='lstm', gate=False\): only kind='aan' has gate"),
         ({"kind": "aan", "ffn_width": 0}, r"RecurrentDecoder\(ffn_width=0\): must be an integer of at least 1"),
+        (
+            {"kind": "aan", "ffn_width": 257},
+            r"RecurrentDecoder\(ffn_width=257\): must be at most 16 times the hidden size 16",
+        ),
         ({"kind": "aan", "gate": 1}, r"RecurrentDecoder\(gate=1\): must be True or False"),
         ({"layers": [1]}, r"layers=\[1\]: must be None or a dict"),
         ({"layers": {"decoder": [2]}}, r"no layer 2 in stack 'decoder' of marian: it has layers 0..1"),
