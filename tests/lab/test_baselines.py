@@ -13,6 +13,7 @@ OWN = {  # what row 0 of a grid may have of its own: where it is the subject of 
     "fixed_attention": {"encoder_attention_heads"},
     "theseus": {"encoder_layers", "decoder_layers"},
     "layerdrop": {"encoder_layers", "decoder_layers"},
+    "recurrent_decoders": {"decoder_layers"},
 }
 BASELINES = {  # corpus -> the row of its sweep that was chosen
     "multi30k": "r2-d1",
