@@ -151,8 +151,7 @@ class StateLayer(DynamicLayer):
         while len(cache.layers) <= number:
             cache.layers.append(cache.layer_class_to_replicate())
         if not isinstance(cache.layers[number], StateLayer):
-            length = cache.layers[number].get_max_length()
-            cache.layers[number] = StateLayer(None if length < 0 else length)
+            cache.layers[number] = StateLayer(getattr(cache.layers[number], "max_cache_len", None))
         return cache.layers[number]
 
     def put(self, state: Tensor, tokens: int) -> None:
@@ -170,6 +169,8 @@ class StateLayer(DynamicLayer):
 
     def get_max_length(self) -> int:
         return self.max_length or -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.10
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises ValueError unless it has to remove nothing."""
