@@ -134,7 +134,8 @@ def compare(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]],
     lines: list[list[str]] = []
     measured: list[tuple[float, str]] = []
     torch.manual_seed(0)
-    models = {name: new_model(options.width, added) for name, added in UNITS.items()}
+    names = ["attention", *options.decoders]
+    models = {name: new_model(options.width, UNITS[name]) for name in names}
     engines = {
         "PyTorch": {name: in_pytorch(model) for name, model in models.items()},
         "a layer, PyTorch": {name: of_a_layer(model) for name, model in models.items()},
@@ -143,7 +144,7 @@ def compare(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]],
         },
     }
     for engine, decodings in engines.items():
-        for name in list(UNITS)[1:]:
+        for name in options.decoders:
             for rows in options.rows:
                 for tokens in options.lengths:
                     works = [decodings[each](rows, tokens) for each in (name, "attention")]
@@ -159,6 +160,7 @@ def compare(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]],
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
     parser.add_argument("--width", type=int, default=256, help="hidden size")
+    parser.add_argument("--decoders", nargs="+", default=list(UNITS)[1:], choices=list(UNITS)[1:])
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens to decode")
     parser.add_argument("--rows", type=int, nargs="+", default=(1, 16), help="sentences that are decoded together")
     parser.add_argument("--rounds", type=int, default=7)

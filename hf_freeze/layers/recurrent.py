@@ -36,8 +36,10 @@ def linear_recurrence(factors: Tensor, terms: Tensor, start: Tensor) -> Tensor:
             return state, state.clone()
 
         return scan(step, start, [factors, terms])[1]
-    terms = torch.cat([terms[:, :1] + factors[:, :1] * start[:, None], terms[:, 1:]], dim=1)
     distance, tokens = 1, terms.shape[1]
+    if tokens == 1:  # a step of generation
+        return terms + factors * start[:, None]
+    terms = torch.cat([terms[:, :1] + factors[:, :1] * start[:, None], terms[:, 1:]], dim=1)
     while distance < tokens:
         later = factors[:, distance:]
         terms = torch.cat([terms[:, :distance], terms[:, distance:] + later * terms[:, :-distance]], dim=1)
@@ -158,7 +160,8 @@ class StateLayer(DynamicLayer):
         """Store `state` (B, S) after `tokens` further tokens."""
         new = state.new_empty(state.shape[0], 1, tokens, 0)
         self.keys = new if self.keys is None else torch.cat([self.keys, new], dim=2)
-        self.values = state[:, None, None].clone()  # not a view of the states after all tokens
+        state = state if tokens == 1 else state.clone()  # not a view of the states after all tokens
+        self.values = state[:, None, None]
         self.dtype, self.device, self.is_initialized = state.dtype, state.device, True
 
     def get_seq_length(self) -> int:
