@@ -147,8 +147,10 @@ def compare(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]],
         for name in options.decoders:
             for rows in options.rows:
                 for tokens in options.lengths:
-                    works = [decodings[each](rows, tokens) for each in (name, "attention")]
-                    pair = _shared.in_turns(*works, options.rounds, at_least=options.at_least, clock=time.process_time)
+                    one, other = (decodings[each](rows, tokens) for each in (name, "attention"))
+                    pair = _shared.in_turns(
+                        one, other, options.rounds, at_least=options.at_least, clock=time.process_time
+                    )
                     own, plain = (f"{1e6 * statistics.median(times) / tokens:.0f}" for times in (pair.one, pair.other))
                     lines.append([name, engine, str(rows), str(tokens), own, plain, str(pair)])
                     print(" | ".join(lines[-1]), flush=True)

@@ -141,6 +141,8 @@ class StateLayer(DynamicLayer):
     """
 
     is_croppable = False  # a state cannot forget its last tokens
+    keys: Any
+    values: Any
 
     def __init__(self, max_length: int | None = None, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         super().__init__()
