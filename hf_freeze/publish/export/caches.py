@@ -1,8 +1,8 @@
 """The past of a model that generates, as tensors that an engine reads and gives.
 
 They are named `past_key_values.LAYER.SIDE.PART` as inputs and `present.LAYER.SIDE.PART` as outputs. SIDE is "decoder", or
-"encoder" for cross-attention. PART is "key" or "value" of an attention, "conv" for the last inputs of a convolution, or "state"
-and "tokens" of a recurrent unit: tensors without numbers, whose shape tells how many tokens it has seen.
+"encoder" for cross-attention. PART is "key" or "value" of an attention, "conv" for the last inputs of a convolution, "state" of
+a recurrent unit, or its "tokens", which hold no numbers: their shape tells how many tokens it has seen.
 
 Shapes: B rows, P previous tokens, S source tokens or frames, N heads, D head size, H hidden size, K kernel size. Keys and values
 (B, N, P, D), of cross-attention (B, N, S, D); inputs of a convolution (B, H, K); state of a unit (B, 1, 1, its size), tokens
