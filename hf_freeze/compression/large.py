@@ -35,7 +35,7 @@ from hf_freeze.training.healing import HealLimit, heal, parse_limit
 
 _LIMIT = 10**9  # bytes of tensors in memory at a time
 _COMPARED = 16  # texts by which the result is compared with the original
-_TIGHTER = 3  # times that a shape is chosen again because its folder is above the budget
+_TIGHTER = 6  # times that a shape is chosen again because its folder is above the budget
 _MARGIN = 0.005  # share of the budget that is left free: sizes are estimates
 _ALONE = 4096  # tokens of a batch; logits of a large vocabulary take much memory
 
@@ -183,7 +183,7 @@ class _Work:
 
     def within(self, limit: float, costs: LayerCosts, size: int) -> tuple[Shape, float, Path, Path]:
         """(the nearest shape whose folder is within the limit, its expected distance, the variant, the folder)"""
-        program, wanted = self._program(costs, size), limit * (1 - _MARGIN)
+        program, prices, wanted = self._program(costs, size), self._prices(costs, size), limit * (1 - _MARGIN)
         for _ in range(_TIGHTER):
             if (found := program.solve(wanted, None)) is None:
                 break
@@ -194,9 +194,14 @@ class _Work:
             if (made := bytes_of(folder)) <= limit:
                 return shape, expected, variant, folder
             self._say(f"above the budget: {in_bytes(made)}; choosing again, for less")
-            wanted -= (made - limit) * (1 + _MARGIN)
+            wanted = min(wanted, prices.cost(shape)[0]) - (made - limit) * (1 + _MARGIN)  # so that it is another one
+        else:
+            raise ValueError(
+                f"the budget of {in_bytes(limit)}: the folders of {_TIGHTER} shapes in turn were above it, the last one with "
+                f"{in_bytes(made)}; give more"
+            )
         least = program.smallest("bytes")
-        about = in_bytes(self._prices(costs, size).cost(least)[0])
+        about = in_bytes(prices.cost(least)[0])
         raise ValueError(
             f"the budget of {in_bytes(limit)} is out of reach: the smallest shape "
             f"({self.words(least, costs.blocks)}) needs about {about}; give it at least that"
@@ -250,6 +255,7 @@ class _Work:
             bits=bits,
             bytes=others + weights * bits / 8,
             hidden=hidden_size(self._model.config),
+            lists=self._target.format is None,
             scale_bytes=scale_bytes,
         )
         return Prices(costs.blocks, self.depths, sizes)
