@@ -31,6 +31,8 @@ from hf_freeze.analysis.neurons import select_neurons as select_neurons
 from hf_freeze.analysis.perplexity import window_losses as window_losses
 from hf_freeze.analysis.perplexity import window_perplexity as window_perplexity
 from hf_freeze.analysis.ranks import choose_ranks as choose_ranks
+from hf_freeze.analysis.shortlists import shortlist as shortlist
+from hf_freeze.analysis.shortlists import shortlisted as shortlisted
 from hf_freeze.analysis.significance import Difference as Difference
 from hf_freeze.analysis.significance import compare as compare
 from hf_freeze.analysis.vocabulary import TrimmingEffect as TrimmingEffect
@@ -38,3 +40,4 @@ from hf_freeze.analysis.vocabulary import choose_vocabulary as choose_vocabulary
 from hf_freeze.analysis.vocabulary import count_tokens as count_tokens
 from hf_freeze.analysis.vocabulary import trimming_effect as trimming_effect
 from hf_freeze.analysis.vocabulary import word_continuations as word_continuations
+from hf_freeze.runtime.shortlists import Shortlist as Shortlist

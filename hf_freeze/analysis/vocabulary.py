@@ -136,11 +136,16 @@ def _unknown(tokenizer: Any) -> int | None:
 def _count(tokenizer: Any, texts: Iterable[str], targets: Iterable[str]) -> Counter[int]:
     """Id -> number of occurrences, without added special tokens."""
     counts: Counter[int] = Counter()
-    for target, batch in _batches_of(texts, targets):
-        counts.update(itertools.chain.from_iterable(_ids(tokenizer, batch, target)))
+    for ids in token_batches(tokenizer, texts, targets):
+        counts.update(itertools.chain.from_iterable(ids))
     if not counts:
         raise ValueError("the texts hold no token")
     return counts
+
+
+def token_batches(tokenizer: Any, texts: Iterable[str], targets: Iterable[str]) -> Iterator[list[list[int]]]:
+    """The ids of some texts at a time, without added special tokens. Raises ValueError for a string instead of texts."""
+    yield from (_ids(tokenizer, batch, target) for target, batch in _batches_of(texts, targets))
 
 
 def _as_counter(counts: np.ndarray) -> Counter[int]:

@@ -72,6 +72,7 @@ from hf_freeze.surgery.vocabulary import cut_vocabulary as cut_vocabulary
 from hf_freeze.surgery.vocabulary import dense_table as dense_table
 from hf_freeze.surgery.vocabulary import drawn_std as drawn_std
 from hf_freeze.surgery.vocabulary import native_table as native_table
+from hf_freeze.surgery.vocabulary import only_rows as only_rows
 from hf_freeze.surgery.vocabulary import output_bias as output_bias
 from hf_freeze.surgery.vocabulary import output_bias_name as output_bias_name
 from hf_freeze.surgery.vocabulary import output_name as output_name

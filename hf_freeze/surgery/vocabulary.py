@@ -1,19 +1,29 @@
 """Modules with a row for each token: tables, the output matrix and its bias."""
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_freeze.architectures.base import Architecture, base_name, full_name, hidden_size, read
-from hf_freeze.layers.derived import features, taken
+from hf_freeze.layers.adaptive_embedding import AdaptiveSoftmax, BandedOutput
+from hf_freeze.layers.derived import features, first_float_tensor, taken
 from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankEmbedding, LowRankOutput
 from hf_freeze.layers.quantized import Quantized
 from hf_freeze.seeded import Origin
-from hf_freeze.surgery.replacing import is_native, native_module, put, select_features, set_values
+from hf_freeze.surgery.replacing import (
+    dense_linear,
+    is_dense,
+    is_native,
+    native_module,
+    put,
+    select_features,
+    set_values,
+)
 
 
 def token_tables(model: Any, architecture: Architecture) -> dict[str, Any]:
@@ -105,6 +115,48 @@ def _with_rows(table: Any, count: int) -> Any:
     shorter._parameters = {"weight": nn.Parameter(table.weight.detach()[:count].clone())}
     shorter.num_embeddings = count
     return shorter
+
+
+@contextmanager
+def only_rows(output: Any, rows: Sequence[int]) -> Iterator[None]:
+    """Within it, the output matrix `output` computes the logits of the tokens `rows` alone; the others are -inf.
+
+    Raises ValueError for an output whose rows cannot be computed one by one.
+    """
+    part, count = _rows_of_output(output, rows), output.out_features
+    index = torch.tensor(rows, device=first_float_tensor(output).device, dtype=torch.long)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        """(..., H) -> (..., V)"""
+        logits = part(x)
+        return logits.new_full((*logits.shape[:-1], count), -torch.inf).index_copy_(-1, index, logits)
+
+    previous = vars(output).get("forward")  # Accelerate sets one on modules that it moves
+    output.forward = forward
+    try:
+        yield
+    finally:
+        del output.forward
+        if previous is not None:
+            output.forward = previous
+
+
+@torch.no_grad()
+def _rows_of_output(output: Any, rows: Sequence[int]) -> nn.Module:
+    """A copy of an output matrix with these rows alone."""
+    if type(output) is LowRankOutput:
+        shorter = copy.copy(output)
+        shorter._parameters = {name: value if name == "projection" or value is None else nn.Parameter(taken(value, 0, rows))
+                               for name, value in output._parameters.items()}  # fmt: skip
+        return shorter
+    if isinstance(output, BandedOutput) and not isinstance(output, AdaptiveSoftmax):
+        output = dense_linear(output)
+    if not is_dense(output) and not hasattr(output, "selected"):
+        raise ValueError(
+            f"{type(output).__name__} cannot compute the logits of some tokens alone: use an output matrix without softmax, or "
+            "merge() first"
+        )
+    return select_features(output, rows, outputs=True)
 
 
 def token_origins(model: Any, architecture: Architecture, kept: Sequence[int]) -> dict[str, Origin]:
