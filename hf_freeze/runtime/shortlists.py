@@ -68,6 +68,6 @@ class Shortlist:
         try:
             with np.load(path) as arrays:  # refuses pickled objects
                 found = {field.name: arrays[field.name] for field in fields(cls)}
-        except (OSError, ValueError, KeyError, IndexError, AttributeError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, KeyError, IndexError, AttributeError, TypeError, zipfile.BadZipFile) as error:
             raise ValueError(f"{path} is no shortlist; write one with analysis.shortlist(...).save(path)") from error
         return cls(**found)
