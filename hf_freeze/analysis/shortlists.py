@@ -84,11 +84,7 @@ def shortlisted(model: Any, shortlist: Shortlist) -> Iterator[None]:
         raise ValueError(f"shortlisted: {name} must be an encoder-decoder of PyTorch with an output matrix")
     if getattr(model.config.get_text_config(decoder=True), "final_logit_softcapping", None):
         raise ValueError(f"shortlisted: {name} caps its logits, which would give tokens outside the shortlist a chance")
-    if shortlist.largest >= output.out_features:
-        raise ValueError(
-            f"shortlisted: the shortlist has the token {shortlist.largest}, and {name} has 0..{output.out_features - 1}; compute "
-            "it with the tokenizer of this model"
-        )
+    surgery.check_rows(output, shortlist.largest, name)
     generate, previous = model.generate, vars(model).get("generate")
 
     def shortlisted_generate(*inputs: Any, **settings: Any) -> Any:
@@ -96,7 +92,7 @@ def shortlisted(model: Any, shortlist: Shortlist) -> Iterator[None]:
         if ids is None:
             raise ValueError("shortlisted: generate needs input_ids, from which the shortlist chooses tokens")
         special = _special_tokens(settings.get("generation_config") or model.generation_config, settings)
-        tokens = np.union1d(shortlist.tokens(ids.cpu().numpy()), special)
+        tokens = shortlist.tokens(ids.cpu().numpy(), special)
         with surgery.only_rows(output, tokens.tolist()):
             return generate(*inputs, **settings)
 
@@ -109,11 +105,10 @@ def shortlisted(model: Any, shortlist: Shortlist) -> Iterator[None]:
             model.generate = previous
 
 
-def _special_tokens(config: Any, settings: dict[str, Any]) -> np.ndarray:
+def _special_tokens(config: Any, settings: dict[str, Any]) -> list[int]:
     """The ids that the settings of generation name."""
     values = [settings.get(f"{name}_token_id", getattr(config, f"{name}_token_id", None)) for name in _SPECIAL]
-    given = [np.ravel(np.asarray(value, dtype=np.int64)) for value in values if value is not None]
-    return np.concatenate([np.empty(0, np.int64), *given])
+    return [int(token) for value in values if value is not None for token in np.ravel(value)]
 
 
 def _all_ids(tokenizer: Any, texts: Iterable[str], *, target: bool) -> list[np.ndarray]:

@@ -45,6 +45,10 @@ def export(
         str,
         typer.Option(help="Largest file of dense and compressed-tensors, which keeps about as much in memory."),
     ] = "1GB",
+    shortlist: Annotated[
+        Path | None,
+        typer.Option(help="With onnx: a file of analysis.shortlist, with which hf_freeze.runtime translates."),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder; MODEL-FORMAT-QUANTIZATION if not given.")] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace the folder even if it holds no earlier export.")
@@ -73,6 +77,7 @@ def export(
             "say": terminal.say,
             "page": page,
             "max_shard_size": max_shard_size,
+            "shortlist": shortlist,
         }
         folder = export_model(model, format, min_fidelity=min_fidelity, **options)
         terminal.say(f"Written: {folder} ({bytes_of(folder) / 1e6:.2f} MB)")

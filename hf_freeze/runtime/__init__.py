@@ -37,11 +37,14 @@ _CLASSES: dict[str, Any] = {
 }
 
 
-def open(folder: str | os.PathLike[str], *, threads: int | None = None, **engine: Any) -> Any:
+def open(
+    folder: str | os.PathLike[str], *, threads: int | None = None, use_shortlist: bool = True, **engine: Any
+) -> Any:
     """The model of an exported folder, whose answers a call gives: a `SentenceEncoder`, `StaticEncoder`, `Classifier`, `Tagger`,
     `Answerer`, `MaskFiller`, `Translator` or `Generator`, by the task that it was exported for.
 
-    `threads`: of the engine; None: as many as there are cores. `engine`: other fields of `onnxruntime.SessionOptions`.
+    `threads`: of the engine; None: as many as there are cores. `use_shortlist`: whether a translator that was exported with a
+    shortlist computes only the tokens of it. `engine`: other fields of `onnxruntime.SessionOptions`.
 
     Raises ValueError for a folder that is no export, holds another format or a task that is none of these, or is damaged, for a
     tokenizer or a setting of generation that the runtime does not have, and if a package is missing."""
@@ -50,4 +53,4 @@ def open(folder: str | os.PathLike[str], *, threads: int | None = None, **engine
     if mark["format"] == "static":
         return StaticEncoder(place)
     options = engine if threads is None else {"intra_op_num_threads": threads} | engine
-    return _CLASSES[mark["task"]](Parts.open(place, mark, **options), mark["task"])
+    return _CLASSES[mark["task"]](Parts.open(place, mark, use_shortlist=use_shortlist, **options), mark["task"])

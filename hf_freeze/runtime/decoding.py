@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hf_freeze.runtime.sessions import Session
+from hf_freeze.runtime.shortlists import TOKENS
 
 _PAST, _PRESENT = "past_key_values", "present"
 
@@ -16,11 +17,20 @@ class Decoder:
     """The state of rows that are written: their past, and for a translator the keys and values of their sources.
 
     `inputs`: for a translator "encoder_attention_mask" (R, S) and the outputs of the encoder; for a language model
-    "attention_mask" (R, T) and "position_ids" (R, T) of the prompts.
+    "attention_mask" (R, T) and "position_ids" (R, T) of the prompts. `listed` (C,): the tokens whose logits alone are computed,
+    of a vocabulary of the size `vocabulary`; the others are -inf. None: all.
     """
 
-    def __init__(self, session: Session, inputs: Mapping[str, np.ndarray], rows: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        inputs: Mapping[str, np.ndarray],
+        rows: int,
+        listed: np.ndarray | None = None,
+        vocabulary: int = 0,
+    ) -> None:
         self._session, self._inputs = session, dict(inputs)
+        self._listed, self._vocabulary = listed, vocabulary
         for name, shape in session.shapes.items():
             if name.startswith(_PAST) and ".decoder." in name:
                 empty = [size if isinstance(size, int) else 0 for size in shape[1:]]
@@ -30,7 +40,8 @@ class Decoder:
 
     def scores(self, tokens: np.ndarray) -> np.ndarray:
         """What follows `tokens` (R, T), which become a part of the past: logits (R, V)."""
-        found = self._session(self._inputs | {"input_ids": tokens})
+        listed = {} if self._listed is None else {TOKENS: self._listed}
+        found = self._session(self._inputs | listed | {"input_ids": tokens})
         for name, value in found.items():
             if name.startswith(f"{_PRESENT}."):
                 self._inputs[name.replace(_PRESENT, _PAST)] = value
@@ -38,7 +49,12 @@ class Decoder:
             mask = self._inputs["attention_mask"]
             self._inputs["attention_mask"] = np.concatenate([mask, np.ones_like(mask[:, :1])], 1)
             self._inputs["position_ids"] = self._inputs["position_ids"][:, -1:] + 1
-        return found["logits"][:, -1]
+        logits = found["logits"][:, -1]
+        if self._listed is None:
+            return logits
+        scores = np.full((len(logits), self._vocabulary), -np.inf, np.float32)
+        scores[:, self._listed] = logits
+        return scores
 
     def select(self, rows: np.ndarray) -> None:
         """Go on with these rows, in this order."""

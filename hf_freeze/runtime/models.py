@@ -9,6 +9,7 @@ import numpy as np
 
 from hf_freeze.runtime.folders import read_json
 from hf_freeze.runtime.sessions import Session
+from hf_freeze.runtime.shortlists import DECODER, FILE, Shortlist
 from hf_freeze.runtime.tokenizing import Encoded, Tokenizer, check_texts, fitted, open_tokenizer, padded
 
 BATCH = 32
@@ -17,27 +18,33 @@ _Row = TypeVar("_Row")
 
 @dataclass
 class Parts:
-    """An exported folder, opened. `config`: of the model that was exported; `positions`: of its encoder and decoder."""
+    """An exported folder, opened. `config`: of the model that was exported; `positions`: of its encoder and decoder;
+    `shortlist`: of a translator, whose decoder computes its tokens alone."""
 
     folder: Path
     sessions: dict[str, Session]
     tokenizer: Tokenizer
     config: dict[str, Any]
     positions: dict[str, int | None]
+    shortlist: Shortlist | None = None
 
     @classmethod
-    def open(cls, folder: Path, mark: Mapping[str, Any], **options: Any) -> "Parts":
+    def open(cls, folder: Path, mark: Mapping[str, Any], *, use_shortlist: bool = True, **options: Any) -> "Parts":
         """Raises ValueError for a missing part, a file that cannot be opened, and a model that reads no text."""
         names = ("encoder", "decoder") if mark["task"] == "seq2seq-lm" else ("model",)
-        for name in names:
-            if not (folder / f"{name}.onnx").is_file():
-                raise ValueError(f"{folder} lacks the part {name}; export it again")
-        sessions = {name: Session(folder / f"{name}.onnx", **options) for name in names}
+        shortlist = Shortlist.load(folder / FILE) if use_shortlist and (folder / FILE).is_file() else None
+        files = {name: folder / f"{name}.onnx" for name in names}
+        if shortlist is not None:
+            files["decoder"] = folder / f"{DECODER}.onnx"
+        for path in files.values():
+            if not path.is_file():
+                raise ValueError(f"{folder} lacks the part {path.stem}; export it again")
+        sessions = {name: Session(path, **options) for name, path in files.items()}
         reads = list(sessions[names[0]].shapes)
         if "input_ids" not in reads:
             raise ValueError(f"{folder} reads {', '.join(reads)}, and this runtime texts: open it with transformers")
         config = read_json(folder / "config.json").get("exported") or {}
-        return cls(folder, sessions, open_tokenizer(folder), config, mark["max_positions"])
+        return cls(folder, sessions, open_tokenizer(folder), config, mark["max_positions"], shortlist)
 
 
 class Model:

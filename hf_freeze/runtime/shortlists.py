@@ -7,13 +7,17 @@ Shapes: S source tokens and V target tokens of the vocabulary, A tokens that are
 import io
 import os
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
 from hf_freeze.io import write_whole
+
+FILE = "shortlist.npz"  # in an exported folder, beside the decoder that takes TOKENS
+DECODER = "decoder_shortlist"
+TOKENS = "tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +48,8 @@ class Shortlist:
         """The highest target token."""
         return int(np.concatenate([self.always, self.targets]).max(initial=-1))
 
-    def tokens(self, ids: Iterable[int] | np.ndarray) -> np.ndarray:
-        """The target tokens for texts with the source tokens `ids`, of any shape: int64, in ascending order.
+    def tokens(self, ids: Iterable[int] | np.ndarray, special: Sequence[int] = ()) -> np.ndarray:
+        """The target tokens for texts with the source tokens `ids`, of any shape, and `special` ones: int64, in ascending order.
 
         Raises ValueError for an id that is not in 0..S-1.
         """
@@ -54,7 +58,7 @@ class Shortlist:
             wrong = sources[0] if sources[0] < 0 else sources[-1]
             raise ValueError(f"the shortlist has source tokens 0..{len(self.starts) - 2}, and not {wrong}")
         own = (self.targets[self.starts[i] : self.starts[i + 1]] for i in sources)
-        return np.unique(np.concatenate([self.always, *own]))
+        return np.unique(np.concatenate([self.always, np.array(special, dtype=np.int64), *own]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file of NumPy, such as "shortlist.npz"."""

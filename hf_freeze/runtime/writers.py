@@ -12,7 +12,7 @@ from hf_freeze.runtime.decoding import Decoder
 from hf_freeze.runtime.folders import read_json
 from hf_freeze.runtime.models import BATCH, Model, Parts, batches, one_or_all
 from hf_freeze.runtime.search import write
-from hf_freeze.runtime.settings import Settings, changed, settings_of
+from hf_freeze.runtime.settings import Settings, changed, ids_of, settings_of
 from hf_freeze.runtime.tokenizing import Encoded, padded
 
 
@@ -82,7 +82,17 @@ class Translator(Writer):
         given = {name: value for name, value in given.items() if name != "last_hidden_state"}
         limits = [settings.new_tokens(1, self.parts.positions["decoder"], False)] * len(rows)
         starts = np.full((len(rows), 1), start)
-        return write(Decoder(decoder, given, len(rows)), starts, starts.tolist(), limits, settings, numbers)
+        listed = self._listed(inputs["input_ids"], settings)
+        return write(Decoder(decoder, given, len(rows), *listed), starts, starts.tolist(), limits, settings, numbers)
+
+    def _listed(self, ids: np.ndarray, settings: Settings) -> tuple[np.ndarray | None, int]:
+        """(the tokens of the shortlist for these texts, the size of the vocabulary); None without a shortlist."""
+        shortlist = self.parts.shortlist
+        if shortlist is None:
+            return None, 0
+        forced = (settings.forced_bos_token_id, settings.forced_eos_token_id, settings.pad_token_id)
+        tokens = shortlist.tokens(ids, [*settings.ends, *(token for value in forced for token in ids_of(value))])
+        return tokens, max(len(shortlist.starts) - 1, int(tokens[-1]) + 1)
 
 
 class Generator(Writer):

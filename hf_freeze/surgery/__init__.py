@@ -67,6 +67,7 @@ from hf_freeze.surgery.replacing import select_features as select_features
 from hf_freeze.surgery.replacing import set_linear as set_linear
 from hf_freeze.surgery.replacing import set_values as set_values
 from hf_freeze.surgery.replacing import spread_features as spread_features
+from hf_freeze.surgery.vocabulary import check_rows as check_rows
 from hf_freeze.surgery.vocabulary import copy_tokens as copy_tokens
 from hf_freeze.surgery.vocabulary import cut_vocabulary as cut_vocabulary
 from hf_freeze.surgery.vocabulary import dense_table as dense_table

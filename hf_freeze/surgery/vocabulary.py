@@ -117,6 +117,15 @@ def _with_rows(table: Any, count: int) -> Any:
     return shorter
 
 
+def check_rows(output: Any, largest: int, model: str) -> None:
+    """Raise ValueError if the output matrix of the class `model` has no row `largest`, the highest token of a shortlist."""
+    if largest >= output.out_features:
+        raise ValueError(
+            f"the shortlist has the token {largest}, and {model} has 0..{output.out_features - 1}; compute it with the tokenizer "
+            "of this model"
+        )
+
+
 @contextmanager
 def only_rows(output: Any, rows: Sequence[int]) -> Iterator[None]:
     """Within it, the output matrix `output` computes the logits of the tokens `rows` alone; the others are -inf.

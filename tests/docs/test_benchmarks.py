@@ -355,6 +355,19 @@ def test_export(run, translators):
     assert "fp32 as PyTorch: passed in all 2" in printed
 
 
+@slow
+def test_shortlists(run, translators):
+    folder, _ = translators
+    texts = [str(folder / "source"), str(folder / "target")]
+    sizes = ["--vocabulary", "400", "--width", "32", "--lengths", "100", "--rounds", "1"]
+    printed = run("shortlists", str(folder / "model"), "--train", *texts, "--test", *texts, *sizes)
+    rows = [line.split(" | ") for line in re.findall(r"^\| (?:50|100) \+.*", printed, re.M)]
+    assert [row[1] for row in rows] == ["1", "32"] * 2
+    assert all(row[3] == "100.0 %" for row in rows)  # short texts with as many types as a list holds
+    assert "BLEU within 0.2: " in printed
+    assert len(re.findall(r"^\| (?:MODEL|random) \| (?:PyTorch|ONNX) \|", printed, re.M)) == 8
+
+
 def test_rank_correlation_of_pairs(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     module = importlib.import_module("served_encoders")

@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_freeze.publish.export.caches import PAST
 from hf_freeze.publish.export.engine_parts import Part, positions, samples
 from hf_freeze.publish.export.trained_grid import rounds_inputs
+from hf_freeze.runtime.shortlists import TOKENS
 
 Runner = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # inputs by name -> outputs by name
 
@@ -109,7 +110,14 @@ def _long(part: Part) -> int:
 def _resized(part: Part, rows: int, size: int, past: int) -> dict[str, Tensor]:
     """Inputs of a part with so many rows, where every length that varies is `size`, that of the past is `past`, and those of both
     old and new tokens are their sum. With several rows, half of the last row of a source is padding."""
-    lengths = {"batch": rows, "length": size, "source_length": size, "new_length": size, "past_length": past}
+    lengths = {
+        "batch": rows,
+        "length": size,
+        "source_length": size,
+        "new_length": size,
+        "past_length": past,
+        TOKENS: size,
+    }
     varying = {name for axes in part.axes.values() for name in axes.values()}
     if "new_length" in varying:
         lengths["length"] = lengths["new_length"] + lengths["past_length"]

@@ -37,6 +37,7 @@ from hf_freeze.publish.export.folders import MARK, Export, Format, digests, requ
 from hf_freeze.publish.export.page import check_page, write_page
 from hf_freeze.publish.export.served import check_fidelity
 from hf_freeze.publish.sentence_files import copy_processors, copy_sentence_files
+from hf_freeze.runtime.shortlists import Shortlist
 
 _COMPARED = 10  # one in so many texts is kept out, if a format learns from the others
 
@@ -73,6 +74,7 @@ def export_model(
     min_fidelity: float | None = None,
     page: bool = False,
     max_shard_size: str = "1GB",
+    shortlist: Shortlist | str | os.PathLike[str] | None = None,
     say: Callable[[str], Any] = lambda text: None,
 ) -> Path:
     """Write the model of a directory or Hub id in another format; returns the folder, which needs no hf_freeze.
@@ -88,7 +90,8 @@ def export_model(
     `ctranslate2` and `dense` they are merged, and `say` gets what that costs in bytes. `compressed-tensors` merges all but the
     integers of linears. The exported model is compared with PyTorch before it is quantized. `max_shard_size`: of each file of
     `dense` and `compressed-tensors`, which keeps about as much in memory. `page`: for `transformers-js`, also write a web
-    page that runs the model, with the runtime, which npm gets.
+    page that runs the model, with the runtime, which npm gets. `shortlist`: for a translator in `onnx`, one of
+    `analysis.shortlist` or its file, which `hf_freeze.runtime` then uses.
 
     Raises ValueError for an unknown format or quantization, a missing package, a source without a model, a model that the
     format cannot represent, a page that cannot be written, an `out` that must not be replaced, an engine whose results differ
@@ -102,6 +105,9 @@ def export_model(
         raise ValueError(f"unknown quantization {quantization!r} for {format}; {choices}")
     _check_browsers(format, page, min_fidelity)
     is_calibrated = quantization in kind.calibrated
+    if shortlist is not None and (is_calibrated or not kind.takes_shortlist):
+        raise ValueError(f"{format} in {quantization or 'fp32'} takes no shortlist; choose onnx, in fp32 or int8")
+    listed = shortlist if shortlist is None or isinstance(shortlist, Shortlist) else Shortlist.load(shortlist)
     compared: list[Any] = []
     if min_fidelity is not None:
         check_share(min_fidelity, "export_model", "min_fidelity")
@@ -121,12 +127,14 @@ def export_model(
     model, task = _open(source)
     tokenizer = load_tokenizer(source)
     _check_model(model, task, tokenizer, source, format)
+    if listed is not None and task != "seq2seq-lm":
+        raise ValueError(f"a shortlist is for translators, and {source} is a {task} model")
     if page:
         check_page(task, source)
     if is_calibrated:
         recording.check_model(model, tokenizer, str(quantization))
     model, row_steps = _prepared(model, format, quantization, say)
-    export = Export(model, task, tokenizer, quantization, say, texts, row_steps, source, max_shard_size)
+    export = Export(model, task, tokenizer, quantization, say, texts, row_steps, source, max_shard_size, listed)
     with whole_folder(folder) as written:
         kind.write(export, written)
         _write_beside(export, source, format, written)

@@ -26,6 +26,7 @@ from hf_freeze.publish.export.caches import PAST, cache_of, past_of, start_of, t
 from hf_freeze.publish.export.engine_parts import WITH_ENCODER
 from hf_freeze.publish.export.folders import read_mark
 from hf_freeze.publish.export.runners import open_parts
+from hf_freeze.runtime.shortlists import DECODER
 
 MODEL_TYPE = "exported_by_hf_freeze"
 _GENERATION = GenerationConfig().to_dict().keys() - {"use_cache"}
@@ -96,7 +97,7 @@ class ExportedModel(PreTrainedModel):
             options = {name: kwargs[name] for name in _DOWNLOAD if kwargs.get(name) is not None}
             folder = Path(snapshot_download(str(pretrained_model_name_or_path), **options))
         kind = read_mark(folder, None, cls.task)["format"]
-        runners = open_parts(folder, kind, kwargs.get("engine") or {})
+        runners = open_parts(folder, kind, kwargs.get("engine") or {}, without=DECODER)
         if missing := [part for part in cls.parts if part not in runners]:
             raise ValueError(f"{folder} lacks the part {' and the part '.join(missing)}; export it again")
         config = config or ExportedConfig.from_pretrained(folder)

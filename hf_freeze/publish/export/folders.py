@@ -13,6 +13,7 @@ from hf_freeze.runtime.folders import MODEL_FILES as MODEL_FILES
 from hf_freeze.runtime.folders import digests as digests
 from hf_freeze.runtime.folders import mark_of as mark_of
 from hf_freeze.runtime.folders import read_mark as read_mark
+from hf_freeze.runtime.shortlists import Shortlist
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Export:
     row_steps: dict[bytes, float] = field(default_factory=dict)
     source: str | os.PathLike[str] = ""  # the directory or Hub id
     max_shard_size: str = "1GB"  # of safetensors
+    shortlist: Shortlist | None = None  # of a translator
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Format:
     the inputs of linears too. `tasks`: model type -> tasks; None: all of every family. `keeps_structure`: the methods of a
     variant stay; otherwise they are merged, and `after_merge` makes the native model smaller without changing its outputs; where
     `merges` is False, `write` merges them. `learns`: whether texts change what it writes. `is_complete`: whether it writes all
-    but the tokenizer. `for_browsers`: the folder opens in a browser alone.
+    but the tokenizer. `for_browsers`: the folder opens in a browser alone. `takes_shortlist`: of translators.
     """
 
     write: Callable[[Export, Path], None]
@@ -55,6 +57,7 @@ class Format:
     learns: bool = False
     is_complete: bool = False
     for_browsers: bool = False
+    takes_shortlist: bool = False
 
 
 def require(package: str, format: str) -> Any:

@@ -1,7 +1,8 @@
 """Exports to ONNX, for ONNX Runtime and other engines. Batch size and lengths are dynamic; what is smaller stays smaller.
 
 `engine_parts` says which files there are, and their inputs and outputs: model.onnx, or encoder.onnx and decoder.onnx. Large
-tensors of all files lie in weights.data, each of them once.
+tensors of all files lie in weights.data, each of them once. With a lexical shortlist there is a second decoder, for
+`hf_freeze.runtime` alone.
 
 The graph has the parts of a variant as they are. Pruned heads, neurons and layers are gone. Factors stay factors where two
 products are faster than one; where they are not, and for sparse and quantised weights, the file holds what the checkpoint holds
@@ -24,6 +25,7 @@ from hf_freeze.compat.transformers import product_of_experts
 from hf_freeze.publish.export.comparison import Runner, largest_difference, tolerance
 from hf_freeze.publish.export.engine_parts import Part, engine_parts
 from hf_freeze.publish.export.folders import Export, Format, read_mark, require
+from hf_freeze.publish.export.listed_decoder import listed_decoder
 from hf_freeze.publish.export.onnx_int4 import keep_four_bits
 from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
 from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
@@ -31,6 +33,7 @@ from hf_freeze.publish.export.recording import record_inputs
 from hf_freeze.publish.export.runners import open_parts
 from hf_freeze.publish.export.torch_export import exported
 from hf_freeze.runtime.models import Parts
+from hf_freeze.runtime.shortlists import FILE
 from hf_freeze.runtime.writers import Translator
 
 DATA = "weights.data"
@@ -43,6 +46,9 @@ def write(export: Export, folder: Path) -> None:
     """Write the model to `folder`. Raises ValueError if the forward cannot be traced, or if ONNX Runtime computes other outputs
     than PyTorch; for "int8-static", if all texts to calibrate with are empty."""
     parts = engine_parts(export.model.float(), export.task)
+    if export.shortlist is not None:
+        parts.append(listed_decoder(parts[-1], export.shortlist))
+        export.shortlist.save(folder / FILE)
     write_parts(export, parts, traced_parts(export, parts), folder)
 
 
@@ -97,6 +103,7 @@ FORMAT = Format(
     packages=("onnx", "onnxscript", "onnxruntime"),
     quantizations=("int8", "int8-static"),
     calibrated=("int8-static",),
+    takes_shortlist=True,
 )
 
 

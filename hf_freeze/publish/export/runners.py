@@ -19,15 +19,15 @@ from hf_freeze.runtime.sessions import Session
 NAMES = "names.json"  # within a file of torch.export, and as a suffix beside one of AOTInductor: {"shapes": ..., "outputs": ...}
 
 
-def open_parts(folder: Path, format: str, options: dict[str, Any]) -> dict[str, Any]:
-    """part -> its runner. `options`: settings of the engine. Raises ValueError for a format of browsers, a folder without
-    parts, a file that cannot be opened, and an unknown setting."""
+def open_parts(folder: Path, format: str, options: dict[str, Any], without: str = "") -> dict[str, Any]:
+    """part -> its runner. `options`: settings of the engine; `without`: a file that stays closed, if it is there. Raises
+    ValueError for a format of browsers, a folder without parts, a file that cannot be opened, and an unknown setting."""
     if format not in RUNNERS:
         raise ValueError(
             f"{folder} is for {format}, which opens in browsers alone; export to onnx, which has the same graphs"
         )
     suffix, opened = RUNNERS[format]
-    files = sorted(folder.glob(f"*{suffix}"))
+    files = sorted(path for path in folder.glob(f"*{suffix}") if path.stem != without)
     if not files:
         raise ValueError(f"{folder} has no file *{suffix}; export it again")
     return {part: runner for path in files for part, runner in opened(path, **options).items()}
