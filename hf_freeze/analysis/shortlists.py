@@ -57,11 +57,10 @@ def shortlist(
     size = max(len(tokenizer), len(occurrences), 1 + max(int(ids.max(initial=0)) for ids in source_ids))
     if not occurrences.any():
         raise ValueError("the targets hold no token")
-    links = None if alignments is None else list(alignments)
-    if links is None:
+    if alignments is None:
         probabilities = _model_1(source_ids, target_ids, size, steps)
     else:
-        probabilities = _relative_frequencies(source_ids, target_ids, links, size)
+        probabilities = _relative_frequencies(source_ids, target_ids, list(alignments), size)
     frequent = np.argsort(-occurrences, kind="stable")[: min(first, np.count_nonzero(occurrences))]
     specials = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder, *special_tokens(tokenizer).values()}
     return Shortlist(always=np.unique([*frequent, *specials]).astype(np.int64), **_best(*probabilities, size, best))
@@ -124,11 +123,10 @@ def _model_1(
     sources: Sequence[np.ndarray], targets: Sequence[np.ndarray], size: int, steps: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """p(target | source) by IBM model 1. `size`: V, which is also the number of the empty source word."""
-    keys, places, first = (
-        [],
-        [],
-        0,
-    )  # the cell source * V + target, and the number of the target's position, of each of P
+    # Of each of P: the cell source * V + target, and the number of the target's position.
+    keys: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    first = 0
     for source, target in zip(sources, targets, strict=True):
         keys.append(((np.append(source, size) * size)[:, None] + target).ravel())
         places.append(np.tile(np.arange(first, first + len(target)), len(source) + 1))

@@ -110,14 +110,8 @@ def _long(part: Part) -> int:
 def _resized(part: Part, rows: int, size: int, past: int) -> dict[str, Tensor]:
     """Inputs of a part with so many rows, where every length that varies is `size`, that of the past is `past`, and those of both
     old and new tokens are their sum. With several rows, half of the last row of a source is padding."""
-    lengths = {
-        "batch": rows,
-        "length": size,
-        "source_length": size,
-        "new_length": size,
-        "past_length": past,
-        TOKENS: size,
-    }
+    lengths = dict.fromkeys(("length", "source_length", "new_length", TOKENS), size)
+    lengths |= {"batch": rows, "past_length": past}
     varying = {name for axes in part.axes.values() for name in axes.values()}
     if "new_length" in varying:
         lengths["length"] = lengths["new_length"] + lengths["past_length"]
