@@ -9,7 +9,7 @@ in PyTorch and in ONNX Runtime, at both batch sizes.
 MODEL: a folder with its tokenizer. Shortlists come from `--train` by IBM model 1. "Held" is the share of the references' tokens
 that the list of their sentence, or of their batch, has; "tokens" the mean length of the lists. BLEU is sacrebleu's, in PyTorch.
 
-Times are of MODEL with its lists of 100 + 100, and of a Marian with random weights, `--vocabulary` tokens, width 256, FFN 1536,
+Times are of MODEL with the last of `--lists`, and of a Marian with random weights, `--vocabulary` tokens, width 256, FFN 1536,
 6 + 2 layers and 8 heads (students of this size are common on CPUs) with lists of random tokens of the sizes `--lengths`. All
 sources have 20 tokens and all translations exactly 20. A ratio is the median over rounds of the turns list, all, all, list. Times
 are CPU times of one thread, without tokenization, and include the encoder, the search and the choice of rows.
@@ -35,9 +35,9 @@ from hf_freeze import analysis, runtime
 from hf_freeze.lab import data
 from hf_freeze.publish.export import export_model
 
-BATCHES, SETTINGS = (1, 32), ((50, 50), (100, 100))
+BATCHES, CLAIMED = (1, 32), 100
 LOSS, RATIO, LENGTH, TOKENS = 0.2, 0.7, 1000, 20
-BLEU_HEADER = ["best + first", "batch", "tokens", "held", "BLEU, greedy", "BLEU, 4 beams"]
+BLEU_HEADER = ["best + first", "batch", "tokens", "held"]
 TIME_HEADER = ["model", "engine", "tokens", "batch", "all, ms a step", "list, ms a step", "to all"]
 
 
@@ -147,10 +147,14 @@ def main() -> None:
     parser.add_argument("--train", nargs=2, required=True, metavar=("SOURCE", "TARGET"))
     parser.add_argument("--test", nargs=2, required=True, metavar=("SOURCE", "TARGET"))
     parser.add_argument("--sentences", type=int, default=1000, help="of the test files, the first ones")
+    parser.add_argument(
+        "--lists", type=int, nargs="+", default=[50, CLAIMED], help="best and first tokens, both as many"
+    )
+    parser.add_argument("--beams", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--lengths", type=int, nargs="+", default=[500, LENGTH, 4000])
-    parser.add_argument("--rounds", type=int, default=3, help="of four turns each")
+    parser.add_argument("--rounds", type=int, default=3, help="of four turns each; 0: no times")
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -163,42 +167,43 @@ def main() -> None:
     def bleu(size: int, beams: int) -> float:
         return sacrebleu.corpus_bleu(translations(model, tokenizer, sources, size, beams), [targets]).score
 
-    whole = {beams: bleu(BATCHES[-1], beams) for beams in (1, 4)}
-    lines, losses, ratios = (
-        [["all", "", f"{len(tokenizer):,}", "", *(f"{whole[beams]:.2f}" for beams in whole)]],
-        [],
-        [],
-    )
+    whole = {beams: bleu(BATCHES[-1], beams) for beams in options.beams}
+    lines = [["all", "", f"{len(tokenizer):,}", "", *(f"{score:.2f}" for score in whole.values())]]
+    print(*lines[0], sep=" | ", flush=True)
+    losses: list[tuple[float, str]] = []
+    ratios: list[tuple[float, str]] = []
     shortlist: Any = None
-    for best, first in SETTINGS:
+    for number in options.lists:
         start = time.process_time()
-        shortlist = analysis.shortlist(tokenizer, *map(list, zip(*pairs, strict=True)), best=best, first=first)
+        shortlist = analysis.shortlist(tokenizer, *map(list, zip(*pairs, strict=True)), best=number, first=number)
         spent = time.process_time() - start
         for size in BATCHES:
-            is_last = (best, first) == SETTINGS[-1]
+            is_last = number == options.lists[-1]
             with analysis.shortlisted(model, shortlist):
                 scores = {beams: bleu(size, beams) for beams in whole if is_last or size > 1 or beams == 1}
             length, share = held(shortlist, tokenizer, sources, targets, size)
-            cells = [f"{best} + {first}", str(size), f"{length:,.0f}", f"{100 * share:.1f} %"]
+            cells = [f"{number} + {number}", str(size), f"{length:,.0f}", f"{100 * share:.1f} %"]
             lines.append([*cells, *(f"{scores[beams]:.2f}" if beams in scores else "" for beams in whole)])
             print(*lines[-1], f"{spent:.0f} s for the list", sep=" | ", flush=True)
-            if is_last:
+            if number == CLAIMED:
                 losses += [(abs(scores[beams] - whole[beams]), f"batch {size}, {beams} beams") for beams in scores]
+    timed: list[list[str]] = []
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "model"
         model.save_pretrained(copy)
         tokenizer.save_pretrained(copy)
-        timed = times("MODEL", copy, [shortlist], options, ratios)
         drawn = random_model(Path(temporary) / "random", options.vocabulary, options.width)
         lists = [random_list(options.vocabulary, length) for length in options.lengths]
-        timed += times("random", drawn, lists, options, ratios)
+        for name, folder, chosen in (("MODEL", copy, [shortlist]), ("random", drawn, lists)) if options.rounds else ():
+            timed += times(name, folder, chosen, options, ratios)
     summary = "\n".join([
         f"- BLEU within {LOSS}: {_shared.verdict(losses, lambda loss: loss <= LOSS)}",
         f"- {LENGTH:,} of {options.vocabulary:,} tokens, at most {RATIO} of the time: "
         + _shared.verdict(ratios, lambda ratio: ratio <= RATIO),
         f"- {len(sources)} sentences, 1 thread",
     ])  # fmt: skip
-    tables = [_shared.markdown(BLEU_HEADER, lines), _shared.markdown(TIME_HEADER, timed)]
+    header = [*BLEU_HEADER, *("BLEU, greedy" if beams == 1 else f"BLEU, {beams} beams" for beams in whole)]
+    tables = [_shared.markdown(header, lines), _shared.markdown(TIME_HEADER, timed)]
     _shared.report(options, "\n\n".join(tables), summary)
 
 
