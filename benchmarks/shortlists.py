@@ -11,8 +11,8 @@ that the list of their sentence, or of their batch, has; "tokens" the mean lengt
 
 Times are of MODEL with the last of `--lists`, and of a Marian with random weights, `--vocabulary` tokens, width 256, FFN 1536,
 6 + 2 layers and 8 heads (students of this size are common on CPUs) with lists of random tokens of the sizes `--lengths`. All
-sources have 20 tokens and all translations exactly 20. A ratio is the median over rounds of the turns list, all, all, list. Times
-are CPU times of one thread, without tokenization, and include the encoder, the search and the choice of rows.
+sources have 20 random tokens and all translations exactly 20. A ratio is the median over rounds of the turns list, all, all,
+list. Times are CPU times of one thread, without tokenization, and include the encoder, the search and the choice of rows.
 """
 
 import argparse
@@ -203,7 +203,7 @@ def main() -> None:
         f"- {len(sources)} sentences, 1 thread",
     ])  # fmt: skip
     header = [*BLEU_HEADER, *("BLEU, greedy" if beams == 1 else f"BLEU, {beams} beams" for beams in whole)]
-    tables = [_shared.markdown(header, lines), _shared.markdown(TIME_HEADER, timed)]
+    tables = [_shared.markdown(header, lines), *([_shared.markdown(TIME_HEADER, timed)] if timed else [])]
     _shared.report(options, "\n\n".join(tables), summary)
 
 
