@@ -31,9 +31,9 @@ def shortlist(
     """For each source token its `best` most probable target tokens, and for all texts the `first` most frequent target tokens
     and the special tokens (Jean et al., 2015, https://arxiv.org/abs/1412.2007; settings as in Marian).
 
-        tokens = analysis.shortlist(tokenizer, german, english)
-        with analysis.shortlisted(model, tokens):
-            model.generate(**inputs)
+        shortlist = analysis.shortlist(tokenizer, ["Guten Morgen"], ["good morning"])
+        with analysis.shortlisted(model, shortlist):
+            model.generate(tokenizer("Guten Morgen", return_tensors="pt").input_ids)
 
     `texts` and `targets`: translations of each other. Probabilities p(target | source) are those of IBM model 1 with an empty
     source word, after `steps` steps of EM from uniform ones (Brown et al., 1993). With `alignments`, they are relative
