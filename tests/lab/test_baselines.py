@@ -23,7 +23,9 @@ BASELINES = {  # corpus -> the row of its sweep that was chosen
     "rte": "r5",
     "mnist": "r10",
 }
-ANOTHER_MODEL = {  # with another model or amount of text, which their pages say
+ANOTHER_MODEL = {  # with another model, or amount of text or training, which their recipes or pages say
+    "head_pruning/epochs_multi30k",
+    "light_blocks/preprint_wikitext2",
     "served/multi30k",
     "factorized_embeddings/sst2",
     "glue/rte",

@@ -12,8 +12,8 @@ from transformers import AutoConfig, DynamicCache, EncoderDecoderCache, StaticCa
 from hf_freeze import count_parameters, make_variant
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.architectures.tasks import AUTO_CLASSES
-from hf_freeze.layers import long_short
 from hf_freeze.layers.long_short import LongShortAttention
+from hf_freeze.layers.masks import token_mask
 from hf_freeze.methods import FixedAttention, Freeze, HeadPruning, LiteTransformer, LowRank
 
 TASK = {"marian": "seq2seq-lm", "gpt2": "causal-lm"}
@@ -316,10 +316,10 @@ def test_a_mask_of_another_kind_is_refused():
             ValueError,
             match=r"cannot read a mask of (str|Tensor): choose .* 'eager', 'sdpa' or",
         ):
-            long_short._token_mask(mask, 0, torch.zeros(2, 5, 8))
+            token_mask(mask, 0, torch.zeros(2, 5, 8), "LiteTransformer")
     flat = torch.tensor([[0, 1, 1, 1]])
-    assert long_short._token_mask(flat, 1, torch.zeros(2, 2, 8)).tolist() == [[True, True]] * 2
-    assert long_short._token_mask(flat, 0, torch.zeros(1, 2, 8)).tolist() == [[False, True]]
+    assert token_mask(flat, 1, torch.zeros(2, 2, 8), "LiteTransformer").tolist() == [[True, True]] * 2
+    assert token_mask(flat, 0, torch.zeros(1, 2, 8), "LiteTransformer").tolist() == [[False, True]]
 
 
 # -- with other methods ------------------------------------------------------------------------------------------------------
