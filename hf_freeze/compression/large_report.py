@@ -17,7 +17,7 @@ from hf_freeze.compression.shape import Shape
 from hf_freeze.io import write_whole
 from hf_freeze.publish.markdown import markdown_table
 
-_COLOURS = {4: "#56B4E9", 8: "#0072B2", 16: "#00416B", 32: "#000000"}  # bits of a weight
+_COLOURS = {4: "#56B4E9", 8: "#0072B2", 16: "#00416B", 32: "#000000", 64: "#000000"}  # bits of a weight
 
 
 def sentences(result: LargeCompressed) -> list[str]:

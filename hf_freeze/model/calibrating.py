@@ -151,15 +151,16 @@ class CalibrationPass(WholeModel):
             narrower = self._is_narrower(names[0]) and not self.streams.ends_in_norm()
             stream = self.streams.joins(owner) if narrower or self._is_as_wide(names[0], before) else None
         wide, read = stream is None and not of_norm and self._is_wide(names), Sums()
+        watched = watched[:1] if wide else watched
         for number, batch in enumerate(self._batches):
             if stream is not None:
                 self._add_joined(sums, place, number, owner, before, stream)
                 continue
             given = owner == names[0] and not wide
-            outputs = self.streams.watch("old", place, number, watched[:1] if wide else watched, outputs=given)
+            outputs = self.streams.watch("old", place, number, watched, outputs=given)
             # The others read the same states, so that they need not run.
             inputs = self.streams.watch("new", place, number, watched[:1], before, outputs=of_norm)
-            inputs = {name: inputs.get(watched[0], []) for name in (watched[:1] if wide else watched)}
+            inputs = {name: inputs.get(watched[0], []) for name in watched}
             for name, calls in inputs.items():
                 for x, y in itertools.zip_longest(calls, outputs.get(name, ())[: len(calls)]):
                     if isinstance(x, Routed):
