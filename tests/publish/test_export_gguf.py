@@ -1,5 +1,6 @@
 """GGUF files, opened by llama.cpp itself: the same tokens and the same outputs as transformers."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,11 @@ def random_model(kind: str, task: str = "causal-lm", **changes: Any) -> Any:
     """Of a family, with weights far from their first values, norms among them."""
     torch.manual_seed(0)
     fields = {"pad_token_id": 0} | CONFIGS[kind] | changes
-    model = AUTO_CLASSES[task].from_config(AutoConfig.for_model(kind, **fields)).eval()
+    config = AutoConfig.for_model(kind, **fields)
+    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+        if hasattr(config, name):
+            setattr(config, name, 1e-3)  # large enough to be seen in the outputs
+    model = AUTO_CLASSES[task].from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
@@ -114,10 +119,28 @@ def exported(model: Any, tokenizer: Any, folder: Path, **options: Any) -> Path:
     return export_model(folder / "model", "gguf", out=folder / "gguf", **options) / "model.gguf"
 
 
+class _TableOfGELU(torch.nn.Module):
+    """GELU as llama.cpp has it: looked up in a table whose inputs and outputs have 16 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+        return torch.where(x.abs() < 10, found, x.clamp(min=0))
+
+
+def with_table(model: Any) -> Any:
+    """A copy of the model that computes GELU as llama.cpp does."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if "GELU" in type(child).__name__:
+                setattr(parent, name, _TableOfGELU())
+    return model
+
+
 @torch.no_grad()
 def difference(model: Any, task: str, ids: list[int], path: Path) -> float:
     """The largest, of llama.cpp's outputs and those of transformers, relative to the largest output if that is above 1."""
-    inputs: dict[str, Any] = {"input_ids": torch.tensor([ids])}
+    model, inputs = with_table(model), {"input_ids": torch.tensor([ids])}
     engine = LlamaCpp(path.parent, task, exact=True)
     if task == "causal-lm":
         expected, found = model(**inputs).logits[0], engine.logits(ids)
@@ -135,8 +158,10 @@ def difference(model: Any, task: str, ids: list[int], path: Path) -> float:
 
 
 def tolerance(kind: str) -> float:
-    """llama.cpp looks GELU up in a table of 16 bits."""
-    return 5e-3 if "gelu" in FAMILIES[kind].activations or kind == "mt5" else 1e-5
+    """Where an input of the table lies between two of its values, rounding of 32 bits may choose the other one."""
+    if kind == "mt5":  # its attention does not divide by the root of the head's size, so small differences grow
+        return 2e-3
+    return 1e-3 if "gelu" in FAMILIES[kind].activations else 1e-5
 
 
 @pytest.mark.parametrize(("kind", "task"), [(kind, task) for kind, family in FAMILIES.items() for task in family.tasks])
@@ -173,7 +198,7 @@ def test_a_variant_computes_the_same_in_llama_cpp(kind: str, cut: str, tmp_path:
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text"])
 def test_a_variant_of_gemma_keeps_the_windows_of_its_layers(kind: str, tmp_path: Path) -> None:
     model = make_variant(random_model(kind), [methods.HeadPruning(share=0.5)]).eval()
-    assert difference(model, "causal-lm", list(range(5, 35)), exported(model, byte_tokenizer(), tmp_path)) < 5e-3
+    assert difference(model, "causal-lm", list(range(5, 35)), exported(model, byte_tokenizer(), tmp_path)) < 1e-3
 
 
 @pytest.mark.parametrize("cut", ["heads", "thin groups", "neurons", "layers"])

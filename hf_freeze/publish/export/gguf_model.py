@@ -280,7 +280,8 @@ def add_settings(writer: Any, model: Any, task: str, layers: Layers, sentence: d
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        writer.add_layer_norm_eps(_first_of(config, "layer_norm_eps", "layer_norm_epsilon", default=1e-12))
+        names = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+        writer.add_layer_norm_eps(_first_of(config, *names, default=1e-12))
     _add_rotation(writer, config, layers)
     for name, add in (
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
