@@ -136,8 +136,7 @@ class FFNPruning(Method):
                 wanted = "a list for each expert" if block in architecture.experts(config) else "a list of neurons"
                 raise ValueError(f"FFNPruning(keep={{{block!r}: ...}}): must be {wanted}")
         linears = in_layers(architecture.ffns(config), self.layers)
-        if self.share is not None and not linears:
-            raise wrong(self, f"this {architecture.model_type} has no FFNs of plain linears in these layers", "share")
+        self._check_share(architecture, config)
         experts = in_layers(architecture.experts(config), self.layers)
         if self.width is not None and experts and not linears:
             raise wrong(self, f"the FFNs of this {architecture.model_type} are experts: give expert_width", "width")
@@ -147,6 +146,11 @@ class FFNPruning(Method):
                 "parameter, in these layers: give width"
             )
         check_any_selected(self._blocks(architecture, config), self.layers, "FFNPruning")
+
+    def _check_share(self, architecture: Architecture, config: Any) -> None:
+        if self.share is not None and not in_layers(architecture.ffns(config), self.layers):
+            missing = f"this {architecture.model_type} has no FFNs of plain linears in these layers; experts take expert_width"
+            raise wrong(self, missing, "share")
 
     @property
     def facts(self) -> Facts:
@@ -278,6 +282,7 @@ class FFNPruning(Method):
 
     def _curves(self, old: Any, architecture: Architecture, statistics: Statistics) -> dict[str, Competing]:
         """FFN -> its neurons, by what the model sees."""
+        self._check_share(architecture, old.config)
         blocks = in_layers(surgery.neurons_of(architecture, old.config), self.layers)
         linears = architecture.ffns(old.config)
         outputs = _outputs(old, {block: (neurons, 0) for block, neurons in blocks.items() if block in linears})

@@ -288,3 +288,12 @@ def test_a_saved_calibration_is_worth_its_texts():
     model, method = model_of("mixtral"), FFNPruning(expert_width=WIDTH)
     saved = variant(model, method, texts=collect(model, batches(model)))
     assert error(model, saved) < 0.8 * error(model, variant(model, method))
+
+
+def test_a_share_is_for_ffns_that_are_no_experts():
+    model = model_of("mixtral")
+    message = (
+        r"FFNPruning\(share=0.5\): this mixtral has no FFNs of plain linears in these layers; experts take expert_width"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_variant(model, [FFNPruning(share=0.5)], calibration=batches(model))
