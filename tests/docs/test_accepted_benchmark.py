@@ -28,7 +28,7 @@ def test_a_tool_that_halves_and_opens_again_is_counted(benchmark, tmp_path, monk
     arguments = ["--peers", "hf_freeze", "--models", "bert", "llama", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.argv", ["accepted.py", *arguments])
     benchmark.main()
-    assert "| hf_freeze, `FFNPruning` | 2 | 2 | 3 | – |" in capsys.readouterr().out
+    assert "| hf_freeze, `FFNPruning` | 2 | 2 | a folder for `from_pretrained` | 3 | – |" in capsys.readouterr().out
     records = (tmp_path / "records.json").read_text()
     benchmark.main()  # nothing is left to do
     assert (tmp_path / "records.json").read_text() == records
