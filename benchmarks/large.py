@@ -252,9 +252,9 @@ def cut_planted(source: Path, out: Path, threads: int) -> list[tuple[str, Any, f
         convert(source, out, sorted(methods, key=lambda method: method.name, reverse=True), calibration=given)
         found.append((label, None, fidelity_on(original, load_model(out).eval(), held_out).kl))
         shutil.rmtree(out)
-    tokenizer = Tokenizer(WordLevel({str(token): token for token in range(32_000)}, unk_token="0"))
+    tokenizer = Tokenizer(WordLevel({"<pad>": 0} | {str(token): token + 1 for token in range(31_999)}))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0").save_pretrained(source)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(source)
     texts = [" ".join(map(str, row)) for batch in batches(96) for row in batch["input_ids"].tolist()]
     hidden = config.hidden_size
     gone = sum(layer_parameters(SIZES["0.1"]) for _ in IDLE) + 3 * hidden * (config.intermediate_size - width) * len(
