@@ -153,4 +153,6 @@ def _in_words(error: Exception) -> str:
     directory"."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror  # without its number
     return str(error)

@@ -36,11 +36,13 @@ def convert(
     """
     from hf_freeze.io import bytes_of
     from hf_freeze.methods.registry import methods_from_file
+    from hf_freeze.model.convert import check_shards
     from hf_freeze.model.convert import convert as convert_model
 
     with terminal.one_line_errors():
         if texts and own_texts:
             raise ValueError("give --texts or --own-texts, not both")
+        check_shards(source)  # before texts and its tokenizer are read
         calibration = shared.sampled_texts(texts, column, samples) if texts else "samples" if own_texts else None
         chosen, budget = methods_from_file(methods)
         folder = convert_model(

@@ -11,7 +11,7 @@ from typing import Any
 from hf_freeze.architectures.base import hidden_size
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.tasks import task_of
-from hf_freeze.compression.blocks import Block
+from hf_freeze.compression.blocks import Block, blocks_in
 from hf_freeze.compression.budget import Budget, in_bytes
 from hf_freeze.compression.choose import Options, Program
 from hf_freeze.compression.distances import Distances
@@ -19,8 +19,10 @@ from hf_freeze.compression.engine import files_of
 from hf_freeze.compression.inputs import Inputs, digest_of_items
 from hf_freeze.compression.large_report import sentences, write_report
 from hf_freeze.compression.layer_costs import LayerCosts, layer_costs
+from hf_freeze.compression.phases import FILE as PHASES
 from hf_freeze.compression.phases import Phases
 from hf_freeze.compression.prices import Prices, Sizes
+from hf_freeze.compression.progress import duration
 from hf_freeze.compression.results import LargeCompressed
 from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of
 from hf_freeze.io import bytes_of, whole_folder
@@ -37,7 +39,7 @@ _LIMIT = 10**9  # bytes of tensors in memory at a time
 _COMPARED = 16  # texts by which the result is compared with the original
 _TIGHTER = 6  # times that a shape is chosen again because its folder is above the budget
 _MARGIN = 0.005  # share of the budget that is left free: sizes are estimates
-_ALONE = 4096  # tokens of a batch; logits of a large vocabulary take much memory
+_PAUSE = 60.0  # seconds between two lines of healing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ def compress_large(
     is healed where only bits go. A killed call resumes after the last layer that was finished.
 
     Raises FileNotFoundError and ValueError as `convert`; ValueError for another task, another engine, a budget that is out of
-    reach, and too few texts.
+    reach, too few texts, and a folder `out` that holds other files.
     """
     if engine not in TARGETS:
         raise ValueError(f"engine={engine!r}: for models larger than the memory choose from {list(TARGETS)}")
@@ -119,12 +121,15 @@ def compress_large(
         "samples": samples,
         "seed": seed,
     }
+    work = _Work(model, original, inputs, samples, out, target, heal, seed, say)
+    limit = float(budget.max_bytes or math.inf)
+    work.check(limit, size)
+    _check_out(out)
     phases = Phases(out, identity | {"texts": [len(texts), digest_of_items(list(texts))]})
     phases.once("begun", lambda: True)  # from now on, the folder is of this compression
     say(f"the model: {in_bytes(size)}; the budget: {budget.words()}")
-    work = _Work(model, original, inputs, samples, out, target, heal, seed, say)
     costs = work.costs()
-    shape, expected, variant, folder = work.within(float(budget.max_bytes or math.inf), costs, size)
+    shape, expected, variant, folder = work.within(limit, costs, size)
     fidelity = Fidelity(**phases.once(f"compared-{shape.digest}", lambda: asdict(work.compared(variant))))
     result = LargeCompressed(
         folder=folder,
@@ -162,12 +167,25 @@ class _Work:
         say: Callable[[str], Any],
     ) -> None:
         self._heal, self._seed = heal, seed
+        self._said_of_healing = ("", 0.0)  # the stage and the time of the last line
         self._source, self._model, self._inputs, self._target, self._say = source, model, inputs, target, say
         self._out, self._tokenizer = out, load_tokenizer(source)
         if self._tokenizer is None:
             raise ValueError(f"{source} has no tokenizer, which texts need")
         self._learnt = inputs.learnt[:samples]
-        self.depths = architecture_for(model).depths(model.config)
+        self._architecture = architecture_for(model)
+        self.depths = self._architecture.depths(model.config)
+
+    def check(self, limit: float, size: int) -> None:
+        """Raise ValueError for a budget below what no choice changes: known before the pass, which takes hours."""
+        blocks = {
+            name: Block(name, weights, weights, [0], [0.0, 0.0]) for name, weights in blocks_in(self._model)[1].items()
+        }
+        if (least := self._prices(blocks, size).fixed_bytes) > limit:
+            raise ValueError(
+                f"the budget of {in_bytes(limit)} is out of reach: embeddings and other parts outside of the layers alone take "
+                f"about {in_bytes(least)}"
+            )
 
     def costs(self) -> LayerCosts:
         """What parts are worth, from one pass."""
@@ -183,7 +201,7 @@ class _Work:
 
     def within(self, limit: float, costs: LayerCosts, size: int) -> tuple[Shape, float, Path, Path]:
         """(the nearest shape whose folder is within the limit, its expected distance, the variant, the folder)"""
-        program, prices, wanted = self._program(costs, size), self._prices(costs, size), limit * (1 - _MARGIN)
+        program, prices, wanted = self._program(costs, size), self._prices(costs.blocks, size), limit * (1 - _MARGIN)
         for _ in range(_TIGHTER):
             if (found := program.solve(wanted, None)) is None:
                 break
@@ -237,17 +255,23 @@ class _Work:
             multiple=multiple,
             may_go=frozenset(may_go),
         )
-        return Program(costs.blocks, distances, self._prices(costs, size), options)
+        return Program(costs.blocks, distances, self._prices(costs.blocks, size), options)
 
-    def _prices(self, costs: LayerCosts, size: int) -> Prices:
+    def _prices(self, blocks: Mapping[str, Block], size: int) -> Prices:
         """In bytes; of what no choice changes, as the files of the original have it, except for the tables of GGUF."""
-        weights = sum(block.weights for block in costs.blocks.values())
-        others = size - weights * self._model.dtype.itemsize
+        weights, itemsize = sum(block.weights for block in blocks.values()), self._model.dtype.itemsize
+        others = size - weights * itemsize
         bits = self._bits[0]
         scale_bytes = 2 / 32 if self._target.format == "gguf" else None
         if scale_bytes is not None:
             tables = sum(p.numel() for p in self._model.parameters() if p.dim() == 2) - weights
-            others -= tables * (self._model.dtype.itemsize - bits / 8 - scale_bytes)
+            others -= tables * (itemsize - bits / 8 - scale_bytes)
+        of_layer = dict.fromkeys(self.depths, 0.0)  # norms, and experts, which go only with their layer
+        for name, parameter in self._model.base_model.named_parameters():
+            if (place := self._architecture.layer_of(name)) is not None:
+                of_layer[place[0]] += parameter.nbytes / self.depths[place[0]]
+        for block in blocks.values():
+            of_layer[block.place[0]] -= block.weights * itemsize / self.depths[block.place[0]]
         sizes = Sizes(
             of_token=0,
             tokens=0,
@@ -255,10 +279,11 @@ class _Work:
             bits=bits,
             bytes=others + weights * bits / 8,
             hidden=hidden_size(self._model.config),
+            of_layer=of_layer,
             lists=self._target.format is None,
             scale_bytes=scale_bytes,
         )
-        return Prices(costs.blocks, self.depths, sizes)
+        return Prices(blocks, self.depths, sizes)
 
     def _made(self, shape: Shape, blocks: Mapping[str, Block]) -> tuple[Path, Path]:
         """(the variant of a shape, the folder that is served)"""
@@ -287,11 +312,20 @@ class _Work:
             samples = samples_of(self._model, self._inputs.learnt, self._tokenizer).undivided()
             self._say("healing")
             with Paged(self._out, _LIMIT) as paged, whole_folder(healed) as written:
-                found = heal(student, self._model, samples, self._out, limit=self._heal, seed=self._seed, paged=paged)
+                options: Any = {"limit": self._heal, "seed": self._seed, "paged": paged, "callback": self._heard}
+                found = heal(student, self._model, samples, self._out, **options)
                 student.save_pretrained(written, max_shard_size="1GB")
                 self._tokenizer.save_pretrained(written)
             self._say(f"healed in {found.steps} steps: held-out loss {found.loss_before:.3g} to {found.loss_after:.3g}")
         return healed
+
+    def _heard(self, message: Mapping[str, Any]) -> None:
+        """Say how far healing is: where a stage begins, and then once in a minute at most."""
+        stage, before = message["stage"], self._said_of_healing
+        if "step" in message and (stage != before[0] or time.monotonic() >= before[1] + _PAUSE):
+            self._said_of_healing = stage, time.monotonic()
+            left = f", {duration(message['seconds_left'])} left" if "seconds_left" in message else ""
+            self._say(f"{stage}: step {message['step']} of {message['steps']}{left}")
 
     def _methods(self, shape: Shape, blocks: Mapping[str, Block]) -> tuple[list[Method], list[Method]]:
         """Those that cut the model to `shape`, and those that round what is left."""
@@ -313,6 +347,13 @@ class _Work:
         ]
         with Paged(self._out, _LIMIT):
             return replace(fidelity_on(self._model, _opened(variant), batches), compared=len(batches))
+
+
+def _check_out(out: Path) -> None:
+    """Raise ValueError where `out` holds files of others: what a compression needs no more, it removes."""
+    others = [path.name for path in out.iterdir() if path.suffix != ".part"] if out.exists() else []
+    if others and PHASES not in others:
+        raise ValueError(f"{out} holds other files, such as {min(others)!r}: choose a new or an empty folder for --out")
 
 
 def _converted(source: Path, out: Path, methods: Sequence[Method], **options: Any) -> Path:

@@ -37,7 +37,8 @@ def sentences(result: LargeCompressed) -> list[str]:
         )
     if found.perplexity is not None and found.original_perplexity is not None:
         lines.append(f"Perplexity there: {found.perplexity:.3f}, of the original {found.original_perplexity:.3f}.")
-    return [*lines, f"Written: {result.folder} (to serve), {result.model} (to train on)."]
+    train_on = "" if result.folder == result.model else f" (to serve), {result.model} (to train on)"
+    return [*lines, f"Written: {result.folder}{train_on}."]
 
 
 def write_report(

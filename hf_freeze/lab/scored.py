@@ -120,11 +120,15 @@ def _scored(folder: Path, measured: Sequence[np.ndarray], score: Callable[[np.nd
 
 
 def language_model_config(folder: Path, tasks: Sequence[str]) -> Any:
-    """The config of a saved model. Raises ValueError for an exported folder, and unless its class is that of one of these tasks;
-    FileNotFoundError."""
+    """The config of a saved model. Raises ValueError for an exported folder that transformers does not open, for that of a
+    compression, and unless its class is that of one of these tasks; FileNotFoundError."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    if kind := mark_of(folder).get("format"):
+    if (folder / "compressed.json").exists():
+        raise ValueError(
+            f"{folder} is the folder of a compression: give the model in it that compress has named as written"
+        )
+    if (kind := mark_of(folder).get("format")) not in (None, "compressed-tensors"):
         raise ValueError(f"{folder} is exported to {kind}: give the saved model or variant that it was made of")
     config = AutoConfig.from_pretrained(folder)
     classes = (mapped_class(AUTO_CLASSES[task], type(config)) for task in tasks)

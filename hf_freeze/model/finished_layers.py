@@ -83,7 +83,7 @@ class FinishedLayers:
         parts += [f"{each:.0f} s a layer", f"{resident() / 1e9:.2f} GB of memory"]
         if left := self._total - done:
             parts.append(f"{_in_words(left * each)} left")
-        return f"{place[0]} layer {place[1] + 1} ({done} of {self._total}): {', '.join(parts)}"
+        return f"{place[0]} layer {place[1]} ({done} of {self._total}): {', '.join(parts)}"
 
     def _states(self, model: str, layer: int, batch: int) -> Any:
         return self.paged.folder / f"{self.paged.step} {model} states {layer % 2} {batch}.tensor"

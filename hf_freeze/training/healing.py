@@ -10,6 +10,7 @@ import math
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,7 +245,8 @@ def _with_adapters(student: Any, seed: int) -> Any:
         for name, module in student.named_modules()
         if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and module is not output
     ]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT reads the old name
         torch.manual_seed(seed)
         return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
 

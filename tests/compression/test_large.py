@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from publish.test_export_gguf import random_model, tokenizer_for
 from safetensors.torch import load_file, save_file
 from support.recipes import cli, one_line_error
 from support.text import words
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_freeze import make_variant, methods
 from hf_freeze.compression import Budget, compress, large
@@ -165,6 +167,11 @@ def test_folders_for_transformers_have_equal_widths_and_bits_of_their_own(plante
     page = (tmp_path / "out" / "README.md").read_text()
     assert "| decoder 1 | 0 |" in page
     assert "KL" in page
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS))
+    scored = ["score", result.model, result.folder, "--perplexity", tmp_path / "text.txt", "--window", "16"]
+    cli(*scored, "--out", tmp_path / "scores.json")
+    of_variant, of_folder = json.loads((tmp_path / "scores.json").read_text())
+    assert of_folder["score"] == pytest.approx(of_variant["score"], rel=1e-3)
 
 
 def test_a_gguf_fills_its_budget_and_its_ffns_are_rounded(tmp_path):
@@ -186,7 +193,9 @@ def test_a_gguf_fills_its_budget_and_its_ffns_are_rounded(tmp_path):
 def test_healing_lowers_the_distance(planted, tmp_path):
     share = "9%"
     before = compressed(planted, tmp_path / "before", share, engine="torch")
-    healed = compressed(planted, tmp_path / "healed", share, engine="torch", heal="3epochs")
+    said: list[str] = []
+    healed = compressed(planted, tmp_path / "healed", share, engine="torch", heal="3epochs", say=said.append)
+    assert any(re.fullmatch(r"healing: step \d+ of \d+, \d+ s left", line) for line in said)
     assert healed.shape == before.shape
     assert healed.fidelity.kl < before.fidelity.kl
     assert not any("lora" in name for name in load_file(next(healed.model.glob("*.safetensors"))))
@@ -194,7 +203,7 @@ def test_healing_lowers_the_distance(planted, tmp_path):
 
 def test_what_is_refused(planted, tmp_path):
     for share, engine, error in (
-        ("1%", "torch", "is out of reach: the smallest shape"),
+        ("8%", "torch", "is out of reach: the smallest shape"),
         ("50%", "onnx", "for models larger than the memory choose from"),
     ):
         with pytest.raises(ValueError, match=error):
@@ -212,6 +221,42 @@ def test_what_is_refused(planted, tmp_path):
     bert.save_pretrained(tmp_path / "encoder")
     with pytest.raises(ValueError, match="only causal language models are compressed"):
         compress_large(tmp_path / "encoder", texts=TEXTS, max_bytes="50%", out=tmp_path / "x")
+
+
+def test_a_folder_with_other_files_is_refused_and_nothing_in_it_is_removed(planted, tmp_path):
+    (tmp_path / "model-of-mine").mkdir()
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(
+        ValueError, match=r"holds other files, such as 'model-of-mine': choose a new or an empty folder"
+    ):
+        compressed(planted, tmp_path, "50%", engine="torch")
+    assert {path.name for path in tmp_path.iterdir()} == {"model-of-mine", "notes.txt"}
+
+
+def test_without_a_tokenizer_no_folder_is_made(planted, tmp_path):
+    folder = shutil.copytree(planted, tmp_path / "model", ignore=shutil.ignore_patterns("token*"))
+    with pytest.raises(ValueError, match="model has no tokenizer, which texts need"):
+        compressed(folder, tmp_path / "out", "50%", engine="torch")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("engine", ["torch", "compressed-tensors", "gguf"])
+def test_a_budget_below_the_tables_is_refused_before_the_pass(engine, planted, tmp_path, monkeypatch):
+    monkeypatch.setattr(large, "layer_costs", None)
+    with pytest.raises(ValueError, match=r"out of reach: embeddings and other parts outside of the layers alone take"):
+        compressed(planted, tmp_path / "out", "2%", engine=engine)
+    assert not (tmp_path / "out").exists()
+
+
+def test_experts_go_with_their_layers_within_the_budget(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = MixtralConfig(vocab_size=60, num_key_value_heads=2, num_local_experts=4, pad_token_id=0, **sizes)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "model")
+    words(60, pad=0).save_pretrained(tmp_path / "model")
+    result = compressed(tmp_path / "model", tmp_path / "out", "60%", engine="torch")
+    assert len(next(iter(result.shape.layers.values()))) == 2
+    assert result.bytes <= 0.6 * bytes_of(tmp_path / "model")
 
 
 def test_weights_that_are_not_finite_are_named(planted, tmp_path):
@@ -233,7 +278,8 @@ def test_the_command(planted, tmp_path):
     command = ["compress", planted, "--layer-by-layer", "--out", tmp_path / "out"]
     texts = ["--texts", tmp_path / "texts.txt"]
     printed = cli(*command, *texts, "--max-bytes", "60%", "--engine", "torch", "--samples", "64").output
-    assert "layer 5 (5 of 5): " in printed
+    assert "layer 4 (5 of 5): " in printed
+    assert printed.rstrip().endswith(f"Written: {next((tmp_path / 'out').glob('model-*'))}.")
     assert "texts that nothing was chosen by: KL" in printed
     assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name[:6] for path in (tmp_path / "out").iterdir() if "-" in path.name] == ["model-"]

@@ -97,6 +97,10 @@ def test_wrong_inputs_are_refused_in_one_line(place, tmp_path):
     assert refused(folder=folder) == (
         f"{folder} is exported to onnx: give the saved model or variant that it was made of"
     )
+    (folder / "compressed.json").write_text("{}")
+    assert refused(folder=folder) == (
+        f"{folder} is the folder of a compression: give the model in it that compress has named as written"
+    )
     assert refused(folder=tmp_path / "none") == f"{tmp_path / 'none'}: no such folder"
     assert "no such file" in refused(text=tmp_path / "none.txt")
 

@@ -197,3 +197,5 @@ def test_the_command(source, tmp_path):
     assert "give --texts or --own-texts, not both" in both
     (source / "tokenizer.json").unlink()
     assert "has no tokenizer, which --texts needs" in one_line_error(*command, "--texts", tmp_path / "texts.csv")
+    command[1] = tmp_path / "none"
+    assert "none is no folder with a model" in one_line_error(*command, "--texts", tmp_path / "texts.csv")

@@ -103,7 +103,7 @@ def test_a_full_disk_is_one_line_of_the_command(source, tmp_path, monkeypatch):
     monkeypatch.setattr(paging.os, "posix_fallocate", full_after(30))
     command = ["convert", source, tmp_path / "out", "--methods", tmp_path / "methods.json"]
     line = one_line_error(*command, "--texts", tmp_path / "texts.txt")
-    assert re.search(r"No space left on device: \d+\.\d MB more are needed in \S*\.out\.part", line)
+    assert re.search(r"Error: No space left on device: \d+\.\d MB more are needed in \S*\.out\.part", line)
 
 
 # -- a source that is damaged, copied again or replaced ------------------------------------------------------------------------

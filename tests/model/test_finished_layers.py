@@ -195,8 +195,8 @@ def said_lines(source, out, methods=(FFN,)):
 def test_a_line_for_each_layer_says_its_error_and_the_time_left(source, tmp_path):
     lines = said_lines(source, tmp_path / "out", [FFNPruning(width=12)])
     places = [(line["stack"], line["layer"], line["done"], line["total"]) for line in lines]
-    of_encoder = [("encoder", str(number), str(number), "6") for number in range(1, 5)]
-    assert places == [*of_encoder, ("decoder", "1", "5", "6"), ("decoder", "2", "6", "6")]
+    of_encoder = [("encoder", str(number), str(number + 1), "6") for number in range(4)]
+    assert places == [*of_encoder, ("decoder", "0", "5", "6"), ("decoder", "1", "6", "6")]
     # Of the last layer of a stack nothing runs any more, so its error is not known.
     assert [line["error"] is None for line in lines] == [False, False, False, True, False, True]
     assert [line["left"] is None for line in lines] == [False] * 5 + [True]
