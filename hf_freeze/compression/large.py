@@ -25,6 +25,7 @@ from hf_freeze.compression.prices import Prices, Sizes
 from hf_freeze.compression.progress import duration
 from hf_freeze.compression.results import LargeCompressed
 from hf_freeze.compression.shape import Shape, few_bits, in_words, methods_of
+from hf_freeze.install import require
 from hf_freeze.io import bytes_of, whole_folder
 from hf_freeze.methods.base import Method
 from hf_freeze.model.convert import check_shards, convert
@@ -98,7 +99,7 @@ def compress_large(
     is healed where only bits go. A killed call resumes after the last layer that was finished.
 
     Raises FileNotFoundError and ValueError as `convert`; ValueError for another task, another engine, a budget that is out of
-    reach, too few texts, and a folder `out` that holds other files.
+    reach, too few texts, and a folder `out` that holds other files; MissingExtra without PEFT, which heals, or gguf.
     """
     if engine not in TARGETS:
         raise ValueError(f"engine={engine!r}: for models larger than the memory choose from {list(TARGETS)}")
@@ -111,7 +112,10 @@ def compress_large(
         )
     inputs, size = Inputs.of(texts, seed), sum(path.stat().st_size for path in files_of(model))
     budget = Budget(max_bytes=max_bytes).resolved(size, None)
-    parse_limit(heal)
+    if parse_limit(heal) != (0.0, None):
+        require("other-tools", "healing layer by layer", "peft")  # before the pass, which takes hours
+    if target.format == "gguf":
+        require("gguf", "engine='gguf'", "gguf")
     identity = {
         "heal": str(heal),
         "model": str(model),

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hf_freeze import make_variant, methods
 from hf_freeze.compression import Budget, compress, large
 from hf_freeze.compression.large import compress_large
 from hf_freeze.compression.layer_costs import layer_costs
+from hf_freeze.install import MissingExtra
 from hf_freeze.io import bytes_of
 from hf_freeze.model.finished_layers import FinishedLayers
 from hf_freeze.model.loading import load_model
@@ -245,6 +247,14 @@ def test_a_budget_below_the_tables_is_refused_before_the_pass(engine, planted, t
     monkeypatch.setattr(large, "layer_costs", None)
     with pytest.raises(ValueError, match=r"out of reach: embeddings and other parts outside of the layers alone take"):
         compressed(planted, tmp_path / "out", "2%", engine=engine)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("package", "options"), [("gguf", {"engine": "gguf"}), ("peft", {"heal": "1epoch"})])
+def test_a_missing_package_is_said_before_the_pass(package, options, planted, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_freeze.install.find_spec", lambda name: None if name == package else find_spec(name))
+    with pytest.raises(MissingExtra, match=f"needs the package {package}, which is missing; from a clone: pip install"):
+        compressed(planted, tmp_path / "out", "50%", **options)
     assert not (tmp_path / "out").exists()
 
 
