@@ -328,7 +328,7 @@ class _Work:
         stage, before = message["stage"], self._said_of_healing
         if "step" in message and (stage != before[0] or time.monotonic() >= before[1] + _PAUSE):
             self._said_of_healing = stage, time.monotonic()
-            left = f", {duration(message['seconds_left'])} left" if "seconds_left" in message else ""
+            left = f", {duration(seconds)} left" if (seconds := message.get("seconds_left")) else ""  # 0: not known yet
             self._say(f"{stage}: step {message['step']} of {message['steps']}{left}")
 
     def _methods(self, shape: Shape, blocks: Mapping[str, Block]) -> tuple[list[Method], list[Method]]:
