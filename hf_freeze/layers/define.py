@@ -101,12 +101,17 @@ class DeFINEEmbedding(ExpandedEmbedding):
             linear.initialize_parameters()
         initialization.normal_(self.reduce.weight, std=self.std / self.scale / (_GELU * self.reduce.in_features) ** 0.5)
 
+    def layer_outputs(self, rows: torch.Tensor, dropout: float = 0.0) -> list[torch.Tensor]:
+        """(T, n) rows of the table -> (T, O) of each layer, O its outputs; k of the last"""
+        outputs: list[torch.Tensor] = []
+        for layer in self.layers:
+            inputs = mix(rows, outputs[-1], layer.linear.groups) if outputs else rows
+            outputs.append(layer(inputs, dropout))
+        return outputs
+
     def features(self, rows: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         """(T, n) rows of the table -> (T, k)"""
-        x = rows
-        for number, layer in enumerate(self.layers):
-            x = layer(mix(rows, x, layer.linear.groups) if number else rows, dropout)
-        return x
+        return self.layer_outputs(rows, dropout)[-1]
 
     def expand(self, rows: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         """(T, n) rows of the table -> (T, H), in the dtype of the table, under autocast too."""
