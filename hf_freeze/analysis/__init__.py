@@ -18,9 +18,11 @@ from hf_freeze.analysis.layer_importance import keep_rates as keep_rates
 from hf_freeze.analysis.layer_importance import layer_importance as layer_importance
 from hf_freeze.analysis.layer_importance import select_layers as select_layers
 from hf_freeze.analysis.layer_search import search_layers as search_layers
+from hf_freeze.analysis.maps import EmbeddingCorrelations as EmbeddingCorrelations
 from hf_freeze.analysis.maps import attention_by_position as attention_by_position
 from hf_freeze.analysis.maps import attention_weights as attention_weights
 from hf_freeze.analysis.maps import clustered as clustered
+from hf_freeze.analysis.maps import embedding_correlations as embedding_correlations
 from hf_freeze.analysis.maps import embedding_similarity as embedding_similarity
 from hf_freeze.analysis.maps import most_frequent as most_frequent
 from hf_freeze.analysis.maps import random_similarity as random_similarity

@@ -68,8 +68,6 @@ class DeFINEEmbedding(ExpandedEmbedding):
     With the factor 1/√H, W has weights of the usual size of a linear. Without it they would have to be small, because rows of a
     table have a small norm; some backbones multiply them by √H again. Initial values: W such that an entry of a row has the
     standard deviation `std`; blocks after Glorot.
-
-    `first`: the unit that this one will be tied to; this one uses its cached table (V, H).
     """
 
     def __init__(
@@ -81,9 +79,9 @@ class DeFINEEmbedding(ExpandedEmbedding):
         *,
         dropout: float,
         std: float,
-        first: "DeFINEEmbedding | None" = None,
+        first: ExpandedEmbedding | None = None,
     ) -> None:
-        super().__init__(table, inputs, dropout=dropout)
+        super().__init__(table, inputs, dropout=dropout, first=first)
         new: dict[str, Any] = {"device": table.weight.device, "dtype": table.weight.dtype}
         self.std = std
         input_widths = [inputs, *(inputs + width for width in widths[:-1])]
@@ -91,7 +89,6 @@ class DeFINEEmbedding(ExpandedEmbedding):
             HierarchicalLayer(*sizes, **new) for sizes in zip(input_widths, widths, counts, strict=True)
         )
         self.reduce: Any = GroupLinear(widths[-1], table.embedding_dim, 1, **new)
-        self._first = () if first is None else (first,)  # in a tuple, so that it is not registered as a submodule
         self.initialize_parameters()
 
     @property
@@ -104,20 +101,21 @@ class DeFINEEmbedding(ExpandedEmbedding):
             linear.initialize_parameters()
         initialization.normal_(self.reduce.weight, std=self.std / self.scale / (_GELU * self.reduce.in_features) ** 0.5)
 
+    def layer_outputs(self, rows: torch.Tensor, dropout: float = 0.0) -> list[torch.Tensor]:
+        """(T, n) rows of the table -> (T, O) of each layer, O its outputs; k of the last"""
+        outputs: list[torch.Tensor] = []
+        for layer in self.layers:
+            inputs = mix(rows, outputs[-1], layer.linear.groups) if outputs else rows
+            outputs.append(layer(inputs, dropout))
+        return outputs
+
     def features(self, rows: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         """(T, n) rows of the table -> (T, k)"""
-        x = rows
-        for number, layer in enumerate(self.layers):
-            x = layer(mix(rows, x, layer.linear.groups) if number else rows, dropout)
-        return x
+        return self.layer_outputs(rows, dropout)[-1]
 
     def expand(self, rows: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         """(T, n) rows of the table -> (T, H), in the dtype of the table, under autocast too."""
         return (self.reduce(self.features(rows, dropout)) * self.scale).to(rows.dtype)
-
-    def cached_table(self) -> torch.Tensor:
-        """(V, H), cached once by the first of the tied units."""
-        return self._first[0].cached_table() if self._first else super().cached_table()
 
     @torch.no_grad()
     def fit(self, table: torch.Tensor, rows: torch.Tensor, name: str) -> None:

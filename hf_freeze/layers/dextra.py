@@ -34,6 +34,17 @@ class DExTraSizes:
     input_widths: tuple[int, ...]  # of each group layer, including the mixed-in inputs
     widths: tuple[int, ...]  # outputs of each group layer
 
+    def check(self, method: str) -> None:
+        """Raise ValueError, in the name of `method`, unless the groups of each layer divide what it takes and computes."""
+        mixed = self.inputs if self.projected is None else self.projected
+        for groups, inputs, width in zip(self.groups, self.input_widths, self.widths, strict=True):
+            for verb, value in (("mixes in", mixed), ("takes", inputs), ("computes", width)):
+                if value % groups:
+                    raise ValueError(
+                        f"{method}: a layer of {groups} groups {verb} {value} numbers, in a unit from {self.inputs} to "
+                        f"{self.outputs}: the groups must divide them; choose another hidden size, map_dim or groups"
+                    )
+
 
 def dextra_sizes(
     inputs: int, outputs: int, *, depth: int, multiplier: float, groups: int, spec: str, projected: int
@@ -127,10 +138,18 @@ class DExTraUnit(SelfInitialized):
 
 class DExTraEmbedding(ExpandedEmbedding):
     """A unit maps √n times the row of the table to H numbers, which are divided by `scale`: the factor by which the backbone
-    multiplies its embeddings."""
+    multiplies its embeddings. `first`: as for ExpandedEmbedding."""
 
-    def __init__(self, table: nn.Embedding, sizes: DExTraSizes, *, dropout: float, scale: float) -> None:
-        super().__init__(table, sizes.inputs, dropout=dropout)
+    def __init__(
+        self,
+        table: nn.Embedding,
+        sizes: DExTraSizes,
+        *,
+        dropout: float,
+        scale: float,
+        first: ExpandedEmbedding | None = None,
+    ) -> None:
+        super().__init__(table, sizes.inputs, dropout=dropout, first=first)
         self.scale, self.hidden = scale, sizes.outputs
         self.unit = DExTraUnit(sizes, dropout, device=table.weight.device, dtype=table.weight.dtype)
 

@@ -21,15 +21,20 @@ class ExpandedEmbedding(Derived, nn.Embedding):
     parameter changes, and looks tokens up. With gradients, each distinct token of the batch is computed once. With dropout,
     every token is computed separately, so that no two share a dropout mask. The padding row of `weight` gets no gradient, as
     in nn.Embedding; its embedding is the network's output, so it need not be zero.
+
+    `first`: the embedding that this one will be tied to; this one uses its cached table (V, H).
     """
 
     once_per_id = True  # False has an id computed at each of its places, as on meta
 
-    def __init__(self, table: nn.Embedding, inputs: int, *, dropout: float) -> None:
+    def __init__(
+        self, table: nn.Embedding, inputs: int, *, dropout: float, first: "ExpandedEmbedding | None" = None
+    ) -> None:
         # Passing `_weight` keeps nn.Embedding from drawing the table, which would change the global random state.
         weight = torch.zeros(table.num_embeddings, inputs, device=table.weight.device, dtype=table.weight.dtype)
         super().__init__(table.num_embeddings, inputs, table.padding_idx, _weight=weight)
         self.dropout = dropout
+        self._first = () if first is None else (first,)  # in a tuple, so that it is not registered as a submodule
 
     def expand(self, rows: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         """(T, n) rows of the table -> (T, H), in the dtype of the table, under autocast too."""
@@ -40,7 +45,9 @@ class ExpandedEmbedding(Derived, nn.Embedding):
         return torch.cat([self.expand(rows) for rows in self.weight.split(SLICE)])
 
     def cached_table(self) -> torch.Tensor:
-        """(V, H), cached."""
+        """(V, H), cached once by the first of the tied embeddings."""
+        if self._first:
+            return self._first[0].cached_table()
         return self.cached("table", self.dense_weight, self._sources())
 
     def _sources(self) -> list[Any]:

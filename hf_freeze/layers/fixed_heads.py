@@ -18,7 +18,7 @@ of a word is spread evenly over its tokens, and all tokens of a word get the sam
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -177,11 +177,7 @@ class FixedHeads(nn.Module):
         """(B, T, H) -> (B, T, H), or (B, T, N x D) without the output projection; and the attention weights of the other
         heads."""
         values = self._project("v", hidden_states)
-        mask = padding_mask(attention_mask, hidden_states)
-        if self.words is None:
-            fixed = functools.partial(context, positions=Positions(mask), empty_rows=self.empty_rows)
-        else:
-            fixed = functools.partial(self.words.context, mask=mask, empty_rows=self.empty_rows)
+        fixed = self._context(hidden_states, attention_mask)
         contexts = [fixed(values[:, head], pattern).to(values.dtype) for head, pattern in enumerate(self.patterns)]
         weights = no_weights(hidden_states, hidden_states.shape[1], self.config)
         if len(contexts) < values.shape[1]:
@@ -191,6 +187,22 @@ class FixedHeads(nn.Module):
         if "o" in self.projections:
             out = self.get_submodule(self.projections["o"])(out)
         return out, weights
+
+    def _context(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+        """(values, pattern) -> what the head of this pattern computes in this batch"""
+        mask = padding_mask(attention_mask, hidden_states)
+        if self.words is None:
+            return functools.partial(context, positions=Positions(mask), empty_rows=self.empty_rows)
+        return functools.partial(self.words.context, mask=mask, empty_rows=self.empty_rows)
+
+    def fixed_weights(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
+        """(B, T, H) -> fp32 (B, fixed heads, T, T): the attention weights of the fixed heads, for pictures. If they count words,
+        a forward must have seen the batch."""
+        tokens = torch.eye(hidden_states.shape[1], device=hidden_states.device).expand(len(hidden_states), -1, -1)
+        fixed = self._context(hidden_states, attention_mask)
+        return torch.stack([fixed(tokens, pattern) for pattern in self.patterns], dim=1)
 
     def _attend(
         self,

@@ -22,6 +22,11 @@ def names_of_parameters(module: Any) -> list[str]:
     return [name for name, _ in module.named_parameters()]
 
 
+def embedding_factor(config: Any) -> float:
+    """The factor by which the backbone multiplies its token embeddings."""
+    return config.hidden_size**0.5 if getattr(config, "scale_embedding", False) else 1.0
+
+
 def make_dense(model: Any, architecture: Architecture) -> None:
     """Put the native tables and output matrix back, with the values that the present ones stand for."""
     for name, table in surgery.token_tables(model, architecture).items():

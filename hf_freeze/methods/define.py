@@ -3,7 +3,7 @@ Token Embeddings for Neural Sequence Modeling", https://arxiv.org/abs/1911.12385
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,19 +12,23 @@ from torch import nn
 from hf_freeze import surgery
 from hf_freeze.architectures.base import Architecture, base_name
 from hf_freeze.layers.define import DeFINEEmbedding, group_counts, output_widths
+from hf_freeze.layers.dextra import DExTraEmbedding, DExTraSizes, dextra_sizes
+from hf_freeze.layers.expanded_embedding import ExpandedEmbedding
 from hf_freeze.layers.factorized_embedding import LowRankOutput, nearest_factors
-from hf_freeze.methods._tables import make_dense, names_of_parameters, ties_beside_weights
+from hf_freeze.methods._tables import embedding_factor, make_dense, names_of_parameters, ties_beside_weights
 from hf_freeze.methods.base import Facts, Method, Model, Statistics
-from hf_freeze.methods.checks import check_fields, check_positive, check_share_below_one, nearest_multiples
+from hf_freeze.methods.checks import check_fields, check_positive, check_share_below_one, nearest_multiples, one_of
 from hf_freeze.methods.registry import register_method
 
 _DEEPEST = 64
 _WIDEST = 16  # times the hidden size
+_UNITS = ("define", "dextra")
 
 
 @register_method(
     "define",
     example={"depth": 2, "width": 8, "groups": 2, "map_dim": 4, "dropout": 0.0},
+    modes={"dextra": {"unit": "dextra", "depth": 2, "width": 8, "groups": 2, "map_dim": 4, "dropout": 0.0}},
     facts=Facts(needs={"blocks"}, shrinks=True),
 )
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,11 @@ class DeFINE(Method):
     Trained weights only give a start for training: the table comes from the nearest matrix of rank n (singular value
     decomposition), the group layers are fresh, the last linear is the least-squares fit to the old table, and the projection of
     the output the least-squares fit to the old output matrix. The padding row, often zero, is treated as any other row.
+
+    `unit="dextra"` has DeLighT's unit in place of this one (Mehta et al., 2021, https://arxiv.org/abs/2008.00623), with the sizes
+    of its released code (`layers/dextra.py`): a linear from n to H/2; N = `depth` group layers of 2, 4, 8 ... groups, at most
+    `groups`, that widen to `width` and narrow again; and a linear to H. It trains from scratch: the backbone is a config.
+
     `merge()` is exact. It unties a tied output (`tie_word_embeddings`), because table and output then differ.
 
     Raises ValueError for a `map_dim` outside 1..H or not divisible by every number of groups, a `width` above 16 H or not
@@ -56,12 +65,15 @@ class DeFINE(Method):
     groups: int
     map_dim: int
     dropout: float = 0.1
+    unit: str = "define"
 
     def __post_init__(self) -> None:
         sizes = dict.fromkeys(("depth", "width", "groups", "map_dim"), check_positive)
-        check_fields(self, **sizes, dropout=check_share_below_one)
+        check_fields(self, **sizes, dropout=check_share_below_one, unit=one_of(_UNITS))
         if self.depth > _DEEPEST:
             raise ValueError(f"DeFINE(depth={self.depth}): must be in 1..{_DEEPEST}")
+        if self.unit == "dextra":
+            return  # the groups of its layers follow from the hidden size, too: `check`
         for name, value, step in (
             ("map_dim", self.map_dim, math.lcm(*self._group_counts)),
             ("width", self.width, self._group_counts[-1]),
@@ -71,6 +83,13 @@ class DeFINE(Method):
                     f"DeFINE({name}={value}, groups={self.groups}): must be a multiple of {step}, for layers of "
                     f"{self._group_counts} groups; choose from {nearest_multiples(value, step)}, or other groups"
                 )
+
+    @property
+    def facts(self) -> Facts:
+        if self.unit == "define":
+            return super().facts
+        # The linears to H/2 and from there to H outweigh what a table of few rows saves.
+        return replace(super().facts, from_scratch={"tables"}, shrinks=False)
 
     @property
     def _group_counts(self) -> list[int]:
@@ -84,22 +103,36 @@ class DeFINE(Method):
                     f"DeFINE({name}={getattr(self, name)}): must be in 1..{limit}, {multiple}the hidden size of this "
                     f"{architecture.model_type}"
                 )
+        if self.unit == "dextra":
+            self._dextra_sizes(hidden).check("DeFINE")
+
+    def _dextra_sizes(self, hidden: int) -> DExTraSizes:
+        wider = self.width / self.map_dim
+        sizes: dict[str, Any] = {"depth": self.depth, "multiplier": wider, "groups": self.groups}
+        return dextra_sizes(self.map_dim, hidden, **sizes, spec="released", projected=hidden // 2)
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         tied = model.all_tied_weights_keys
-        widths, units = output_widths(self.map_dim, self.width, self._group_counts), {}
+        units: dict[str, ExpandedEmbedding] = {}
         for name in surgery.token_tables(model, architecture):
             table = surgery.native_table(model, name, self.name)
-            std = table.embedding_dim**-0.5 if model.config.init == "marian" else surgery.drawn_std(table)
             first = units.get(tied.get(f"{name}.weight", "").removesuffix(".weight"))
-            units[name] = DeFINEEmbedding(
-                table, self.map_dim, widths, self._group_counts, dropout=self.dropout, std=std, first=first
-            )
+            units[name] = self._unit(table, model.config, first)
             surgery.replace_by_full_name(model, name, units[name])
         output = surgery.output_name(model, architecture)
         if output is not None and f"{output}.weight" in tied:
             linear = surgery.native_module(model, output, nn.Linear, self.name)
             surgery.replace_by_full_name(model, output, LowRankOutput(linear, self.map_dim, surgery.drawn_std(linear)))
+
+    def _unit(self, table: nn.Embedding, config: Any, first: ExpandedEmbedding | None) -> ExpandedEmbedding:
+        if self.unit == "dextra":
+            sizes = self._dextra_sizes(config.hidden_size)
+            return DExTraEmbedding(table, sizes, dropout=self.dropout, scale=embedding_factor(config), first=first)
+        widths = output_widths(self.map_dim, self.width, self._group_counts)
+        std = table.embedding_dim**-0.5 if config.init == "marian" else surgery.drawn_std(table)
+        return DeFINEEmbedding(
+            table, self.map_dim, widths, self._group_counts, dropout=self.dropout, std=std, first=first
+        )
 
     def ties(self, model: Model, architecture: Architecture) -> dict[str, str]:
         """All parameters of a unit whose table is tied to that of another unit."""

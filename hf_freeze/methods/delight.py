@@ -12,7 +12,7 @@ from hf_freeze.architectures.base import Architecture, Attention
 from hf_freeze.layers.dextra import SPECS, STEP, DExTraAttention, DExTraEmbedding, DExTraSizes, dextra_sizes
 from hf_freeze.layers.factorized_embedding import LowRankOutput
 from hf_freeze.methods._blocks import check_blocks, with_blocks
-from hf_freeze.methods._tables import names_of_parameters
+from hf_freeze.methods._tables import embedding_factor, names_of_parameters
 from hf_freeze.methods.base import Facts, Method, Model
 from hf_freeze.methods.checks import (
     check_bool,
@@ -121,7 +121,7 @@ class DeLighT(Method):
                 f"{nearest_multiples(hidden, step)}, or fewer groups"
             )
         for sizes in all_sizes:
-            self._check_groups(sizes)
+            sizes.check("DeLighT")
 
     def _all_sizes(self, hidden: int) -> Iterator[DExTraSizes]:
         yield from (self._sizes(hidden, hidden // 2, hidden, *block) for block in self.blocks())
@@ -135,16 +135,6 @@ class DeLighT(Method):
         return dextra_sizes(
             inputs, outputs, depth=depth, multiplier=multiplier, groups=groups, spec=self.spec, projected=hidden // 2
         )
-
-    def _check_groups(self, sizes: DExTraSizes) -> None:
-        mixed = sizes.inputs if sizes.projected is None else sizes.projected
-        for groups, inputs, width in zip(sizes.groups, sizes.input_widths, sizes.widths, strict=True):
-            for verb, value in (("mixes in", mixed), ("takes", inputs), ("computes", width)):
-                if value % groups:
-                    raise ValueError(
-                        f"DeLighT: a layer of {groups} groups {verb} {value} numbers, in a unit from {sizes.inputs} to "
-                        f"{sizes.outputs}: the groups must divide them; choose another hidden size, map_dim or groups"
-                    )
 
     def restructure(self, model: Model, architecture: Architecture) -> None:
         hidden = model.config.hidden_size
@@ -165,7 +155,7 @@ class DeLighT(Method):
             self._restructure_tables(model, architecture, hidden)
 
     def _restructure_tables(self, model: Model, architecture: Architecture, hidden: int) -> None:
-        scale = hidden**0.5 if getattr(model.config, "scale_embedding", False) else 1.0
+        scale = embedding_factor(model.config)
         sizes = self._sizes(self.map_dim or 0, hidden, hidden, self._shallowest, self.m_w)
         for name in surgery.token_tables(model, architecture):
             table = surgery.native_table(model, name, self.name)

@@ -89,7 +89,7 @@ _REFUSED: tuple[tuple[Callable[[_Pair], Any], str, Callable[[_Pair], bool]], ...
         _never,
     ),
     (
-        lambda pair: pair.new.from_scratch and pair.old.from_scratch,
+        lambda pair: pair.new.from_scratch & pair.old.from_scratch,
         ", which has put in other blocks; leave one of the two out",
         _never,
     ),

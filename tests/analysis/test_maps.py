@@ -9,8 +9,13 @@ from support.models import native
 from test_head_importance import CASES, MARIAN
 
 from hf_freeze import analysis, make_variant
-from hf_freeze.lab.report.plots.maps import attention_figure, embeddings_figure, sentence_figure
-from hf_freeze.methods import FactorizedEmbedding, HeadPruning
+from hf_freeze.lab.report.plots.maps import (
+    attention_figure,
+    correlations_figure,
+    embeddings_figure,
+    sentence_figure,
+)
+from hf_freeze.methods import DeFINE, FactorizedEmbedding, HeadPruning
 
 GPT2 = next(case for case in CASES if case.id.startswith("gpt2"))
 
@@ -109,6 +114,61 @@ def test_similarities_of_known_embeddings():
         analysis.embedding_similarity(model, [4, 100000])
     with pytest.raises(ValueError, match=r"embedding_similarity\(table='x'\): choose from \['wte'\]"):
         analysis.embedding_similarity(model, [4], table="x")
+
+
+def test_correlations_of_layers_and_groups_are_those_of_their_numbers():
+    model = make_variant(native(GPT2), [DeFINE(depth=2, width=8, groups=2, map_dim=4)]).train()
+    unit, tokens = model.transformer.wte, [3, 1, 4, 15, 9, 26]
+    with torch.no_grad():
+        unit.weight[:, 2] = 0.5  # the same for all tokens
+        x = unit.weight[tokens]
+        groups = [layer.linear for layer in unit.layers]
+        first = torch.cat([x[:, :2] @ groups[0].weight[0], x[:, 2:] @ groups[0].weight[1]], 1) + groups[0].bias
+        first = torch.nn.functional.gelu(unit.layers[0].norm(first))
+        second = torch.cat([x, first], 1) @ groups[1].weight[0] + groups[1].bias
+        second = torch.nn.functional.gelu(unit.layers[1].norm(second))
+        numbers = torch.cat([x, first, second, model.eval().transformer.wte(torch.tensor(tokens))], 1).double().numpy()
+    found = analysis.embedding_correlations(model, tokens)
+    assert found.groups == {"table": [4], "layer 1": [3, 3], "layer 2": [8], "embedding": [unit.reduce.out_features]}
+    with np.errstate(invalid="ignore"):
+        expected = np.nan_to_num(np.corrcoef(numbers.T))
+    expected[2, 2] = 1
+    np.testing.assert_allclose(found.values, expected, atol=1e-4)
+    assert not found.values[2, 3:].any()
+
+    ends = np.cumsum([0, 4, 3, 3, 8, unit.reduce.out_features])
+    names, means = found.means(of_groups=True)
+    assert names == ["table", "layer 1, group 1", "layer 1, group 2", "layer 2", "embedding"]
+    for a, b in itertools.product(range(5), repeat=2):
+        block = np.abs(expected[ends[a] : ends[a + 1], ends[b] : ends[b + 1]])
+        block = block[~np.eye(len(block), dtype=bool)] if a == b else block
+        assert float(means[a, b]) == pytest.approx(block.mean(), abs=1e-4)
+    names, layers = found.means()
+    assert names == ["table", "layer 1", "layer 2", "embedding"]
+    assert float(layers[0, 1]) == pytest.approx(np.abs(expected[:4, 4:10]).mean(), abs=1e-4)
+    assert float(layers[1, 1]) == pytest.approx((np.abs(expected[4:10, 4:10]).sum() - 6) / 30, abs=1e-4)
+
+    left, right, *_ = correlations_figure(found).axes
+    assert np.array(left.images[0].get_array()) == pytest.approx(found.values.numpy())
+    assert [label.get_text() for label in left.get_yticklabels()] == names
+    assert np.array(right.images[0].get_array()) == pytest.approx(means.numpy())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "method", "message"),
+    [
+        ([3], DeFINE.example, r"embedding_correlations: correlations need at least 2 tokens, not 1"),
+        (
+            [3, 4],
+            FactorizedEmbedding(rank=4),
+            r"the table is a LowRankEmbedding; its layers are known for methods.DeFINE",
+        ),
+        ([3, 10**6], DeFINE.example, r"embedding_correlations: tokens must be ids in 0\.\.\d+"),
+    ],
+)
+def test_correlations_that_are_refused(tokens, method, message):
+    with pytest.raises(ValueError, match=message):
+        analysis.embedding_correlations(make_variant(native(GPT2), [method]), tokens)
 
 
 def test_a_random_table_is_unrelated():

@@ -81,6 +81,9 @@ def test_the_sweep_of_define_has_the_sizes_that_its_rows_name(preset):
             (method,) = run.methods
             assert row == f"N{method['depth']}-n{method['map_dim']}-k{method['width']}"
             assert run.label == row.replace("N", "N = ").replace("-n", ", n = ").replace("-k", ", k = ")
+    (dextra,) = runs["dextra"].methods
+    assert runs["dextra"].label.endswith(f"N = {dextra['depth']}, n = {dextra['map_dim']}, k = {2 * dextra['map_dim']}")
+    assert dextra["width"] == 2 * dextra["map_dim"]
     settings = {row: run.methods[0] for row, run in runs.items() if row.startswith("N")}
     for row, other in itertools.permutations(settings, 2):
         differing = [key for key, value in settings[row].items() if settings[other][key] != value]
@@ -89,15 +92,16 @@ def test_the_sweep_of_define_has_the_sizes_that_its_rows_name(preset):
 
 
 @pytest.mark.parametrize("preset", ["demo", "tiny"])
-def test_one_decoder_layer_behind_one_to_six_encoder_layers_and_six_behind_six(preset):
+def test_one_decoder_layer_behind_one_to_six_encoder_layers_and_as_many_as_encoder_layers(preset):
     runs = runs_of("fixed_attention/layers.yaml", preset)
-    depths, kinds = ["1", "2", "3", "4", "5", "6", "6-6"], ["8L", "7F", "7F-word", "8F", "1L"]
+    depths, kinds = [*"123456", *(f"{n}-{n}" for n in "23456")], ["8L", "7F", "7F-word", "8F", "1L"]
     assert list(runs) == [f"{depth}-{kind}" for depth in depths for kind in kinds]
     for row, run in runs.items():
         depth, kind = row.rsplit("-", 2 if row.endswith("word") else 1)[0], row.split("-")[-1]
         assert run.backbone.config["encoder_layers"] == int(row[0])
-        assert run.backbone.config["decoder_layers"] == (6 if depth == "6-6" else 1)
-        assert run.label.startswith(f"{row[0]} + {6 if depth == '6-6' else 1} layers, ")
+        decoder = depth.split("-")[1] if "-" in depth else "1"
+        assert run.backbone.config["decoder_layers"] == int(decoder)
+        assert run.label.startswith(f"{row[0]} + {decoder} layers, ")
         if kind == "1L":
             assert run.methods[0]["layers"] == {"encoder": list(range(int(row[0])))}
     assert count(runs["3-8F"]).total < count(runs["3-7F"]).total < count(runs["3-8L"]).total < count(runs["4-8F"]).total

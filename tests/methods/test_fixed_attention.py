@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from transformers import BertConfig, MarianConfig, PreTrainedTokenizerFast
 
 from hf_freeze import count_parameters, make_variant, multiply_adds
-from hf_freeze.analysis import head_importance, word_continuations
+from hf_freeze.analysis import attention_weights, head_importance, word_continuations
 from hf_freeze.data import train_tokenizer
 from hf_freeze.layers.fixed_heads import Positions, Words, context, padding_mask
 from hf_freeze.methods import FixedAttention, HeadMask, HeadPruning, TensorTrain, VocabularyTrimming
@@ -204,6 +204,22 @@ def test_the_heads_of_a_model(case, patterns, implementation):
     _, expected = attention_by_hand(case, model, 1, seen["x"], mask, patterns)
     for row, wanted in enumerate(expected):
         torch.testing.assert_close(seen["y"][row][mask[row]].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@every_backbone
+@pytest.mark.parametrize("patterns", [[4], [7, 2]], ids=["one fixed, one learnt", "both fixed"])
+def test_pictures_show_fixed_heads_before_those_that_learn(case, patterns):
+    model, batch = make_variant(native(case), [FixedAttention(patterns=patterns)]), case.batch()
+    for item, mask in enumerate(batch["attention_mask"].bool()):
+        shown = attention_weights(model, batch, item=item)["encoder.1.self"]
+        assert len(shown) == 2
+        for found, pattern in zip(shown, patterns, strict=False):
+            torch.testing.assert_close(found.double(), weights(pattern, int(mask.sum())), rtol=1e-5, atol=1e-6)
+        if len(patterns) == 1:
+            torch.testing.assert_close(shown[1].sum(-1), torch.ones(int(mask.sum())))
+    words = FixedAttention(patterns=[2], unit="word", continuations=batch["input_ids"].unique().tolist())
+    (found, _) = attention_weights(make_variant(native(case), [words]), batch)["encoder.1.self"]
+    assert not found.any()  # one word has none before it
 
 
 @every_backbone

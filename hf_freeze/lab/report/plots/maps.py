@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from hf_freeze.analysis.maps import EmbeddingCorrelations
 from hf_freeze.lab.report.plots.style import WIDTH
 from hf_freeze.lab.report.report import MAPPED, Report
 
@@ -123,6 +124,33 @@ def embeddings_figure(models: Mapping[str, tuple[Any, Sequence[str]]]) -> Figure
         axes.set_title(f"{textwrap.fill(model, 40)}\n{spread}", fontsize=8)
     if image is not None:
         figure.colorbar(image, ax=list(plots), label="cosine similarity", location="bottom", shrink=0.5, aspect=40)
+    return figure
+
+
+def correlations_figure(correlations: EmbeddingCorrelations) -> Figure:
+    """How alike the layers of DeFINE are, and their groups. Left: the correlation of each two numbers, with lines between layers
+    and thin ones between groups. Right: its mean size between groups. `correlations`: of `analysis.embedding_correlations`."""
+    figure = Figure(figsize=(WIDTH, 0.62 * WIDTH), layout="constrained")
+    numbers, groups = figure.subplots(1, 2)
+    cells = correlations.values.numpy()
+    image = _heat_map(numbers, cells, cmap="RdBu_r", vmin=-1, vmax=1, extent=(0, len(cells), len(cells), 0))
+    figure.colorbar(image, ax=numbers, label="correlation of two numbers", location="bottom", shrink=0.8)
+    place, middles = 0, []
+    for sizes in correlations.groups.values():
+        middles.append(place + sum(sizes) / 2)
+        for number, size in enumerate(sizes):
+            for line in (numbers.axhline, numbers.axvline) if place else ():
+                line(place, color="black", linewidth=0.3 if number else 0.9)
+            place += size
+    layers = list(correlations.groups)
+    numbers.set_xticks(middles, layers, rotation=90, fontsize=7)
+    numbers.set_yticks(middles, layers, fontsize=7)
+    names, means = correlations.means(of_groups=True)
+    image = _heat_map(groups, means.numpy(), across=names, down=names, vmin=0)
+    figure.colorbar(image, ax=groups, label="mean size of the correlation", location="bottom", shrink=0.8)
+    for (line, column), value in np.ndenumerate(means.numpy()):
+        color = "white" if value > 0.6 * float(means.max()) else "black"
+        groups.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=5, color=color)
     return figure
 
 
