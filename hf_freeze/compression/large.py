@@ -77,6 +77,7 @@ def compress_large(
     engine: str = "compressed-tensors",
     samples: int = 128,
     heal: HealLimit = 0,
+    heal_int8: bool = False,
     seed: int = 1,
     command: str = "",
     say: Callable[[str], Any] = lambda text: None,
@@ -93,10 +94,11 @@ def compress_large(
 
     `engine`: "compressed-tensors" (equal widths, opened by transformers without hf_freeze), "torch" (the variant, in which layers
     may differ) or "gguf". `samples`: texts for the statistics. `heal`: a time or epochs, as for `training.healing.heal`; nothing
-    is healed where only bits go. A killed call resumes after the last layer that was finished.
+    is healed where only bits go. `heal_int8`: adapters train on weights that are rounded to 8 bits, so that healing takes a byte
+    for each, and are merged into those that were not. A killed call resumes after the last layer that was finished.
 
     Raises FileNotFoundError and ValueError as `convert`; ValueError for another task, another engine, a budget that is out of
-    reach, and too few texts.
+    reach, too few texts, and `heal_int8` without `heal`.
     """
     if engine not in TARGETS:
         raise ValueError(f"engine={engine!r}: for models larger than the memory choose from {list(TARGETS)}")
@@ -109,9 +111,10 @@ def compress_large(
         )
     inputs, size = Inputs.of(texts, seed), sum(path.stat().st_size for path in files_of(model))
     budget = Budget(max_bytes=max_bytes).resolved(size, None)
-    parse_limit(heal)
+    if parse_limit(heal) == (0.0, None) and heal_int8:
+        raise ValueError(f"heal_int8=True with heal={heal!r}: nothing is healed; give heal= a time or epochs")
     identity = {
-        "heal": str(heal),
+        "heal": f"{heal} on int8" if heal_int8 else str(heal),
         "model": str(model),
         "bytes": size,
         "budget": budget.max_bytes,
@@ -122,7 +125,7 @@ def compress_large(
     phases = Phases(out, identity | {"texts": [len(texts), digest_of_items(list(texts))]})
     phases.once("begun", lambda: True)  # from now on, the folder is of this compression
     say(f"the model: {in_bytes(size)}; the budget: {budget.words()}")
-    work = _Work(model, original, inputs, samples, out, target, heal, seed, say)
+    work = _Work(model, original, inputs, samples, out, target, heal, heal_int8, seed, say)
     costs = work.costs()
     shape, expected, variant, folder = work.within(float(budget.max_bytes or math.inf), costs, size)
     fidelity = Fidelity(**phases.once(f"compared-{shape.digest}", lambda: asdict(work.compared(variant))))
@@ -158,10 +161,11 @@ class _Work:
         out: Path,
         target: Target,
         heal: HealLimit,
+        heal_int8: bool,
         seed: int,
         say: Callable[[str], Any],
     ) -> None:
-        self._heal, self._seed = heal, seed
+        self._heal, self._heal_int8, self._seed = heal, heal_int8, seed
         self._source, self._model, self._inputs, self._target, self._say = source, model, inputs, target, say
         self._out, self._tokenizer = out, load_tokenizer(source)
         if self._tokenizer is None:
@@ -287,7 +291,8 @@ class _Work:
             samples = samples_of(self._model, self._inputs.learnt, self._tokenizer).undivided()
             self._say("healing")
             with Paged(self._out, _LIMIT) as paged, whole_folder(healed) as written:
-                found = heal(student, self._model, samples, self._out, limit=self._heal, seed=self._seed, paged=paged)
+                options: Any = {"limit": self._heal, "seed": self._seed, "paged": paged, "int8": self._heal_int8}
+                found = heal(student, self._model, samples, self._out, **options)
                 student.save_pretrained(written, max_shard_size="1GB")
                 self._tokenizer.save_pretrained(written)
             self._say(f"healed in {found.steps} steps: held-out loss {found.loss_before:.3g} to {found.loss_after:.3g}")
