@@ -31,7 +31,7 @@ from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.model.paging import Paged
 from hf_freeze.model.samples import samples_of
 from hf_freeze.publish.export.convert import export_model
-from hf_freeze.training.healing import HealLimit, heal, parse_limit
+from hf_freeze.training.healing import HealLimit, check_one_process, heal, parse_limit
 
 _LIMIT = 10**9  # bytes of tensors in memory at a time
 _COMPARED = 16  # texts by which the result is compared with the original
@@ -98,8 +98,9 @@ def compress_large(
     for each, and are merged into those that were not. A killed call resumes after the last layer that was finished.
 
     Raises FileNotFoundError and ValueError as `convert`; ValueError for another task, another engine, a budget that is out of
-    reach, too few texts, and `heal_int8` without `heal`.
+    reach, too few texts, `heal_int8` without `heal`, and several processes of a launcher.
     """
+    check_one_process()
     if engine not in TARGETS:
         raise ValueError(f"engine={engine!r}: for models larger than the memory choose from {list(TARGETS)}")
     began, target = time.monotonic(), TARGETS[engine]

@@ -35,7 +35,7 @@ def with_adapters(student: Any, seed: int) -> Any:
         raise ValueError(f"no linear of the {type(student).__name__} is trainable: adapters have no place")
     with torch.random.fork_rng(), warnings.catch_warnings():
         torch.manual_seed(seed)
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False")  # PEFT then sets it for a Conv1D
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")  # PEFT then sets it as each linear needs
         return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
 
 

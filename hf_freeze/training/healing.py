@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, D hidden size, V classes or tokens, K of them that are
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import time
@@ -103,11 +104,12 @@ def heal(
     `out / "heal"` has the stored outputs and checkpoints. A killed call resumes there, if called with the same arguments.
     `callback` receives {"stage":, "step":, "steps":} and, in training, "loss" and "seconds_left".
 
-    Raises ValueError for an unknown limit or pooling, a student without trainable parameters, or linears if adapters are trained,
-    outputs of another shape, fewer than two texts, `int8` without `paged`, and without an original, samples of a translator
-    that have no labels.
+    Raises ValueError for an unknown limit or pooling, a student without trainable parameters, or linears if adapters are
+    trained, outputs of another shape, fewer than two texts, `int8` without `paged`, several processes of a launcher, and without
+    an original, samples of a translator that have no labels.
     """
     began, report = time.monotonic(), callback or (lambda message: None)
+    check_one_process()
     limits = parse_limit(limit)
     if 0 in limits:
         return Healed()
@@ -166,6 +168,14 @@ def heal(
         better=better,
         bytes_per_token=bytes_of(folder / "outputs") / texts.tokens if original is not None else 0.0,
     )
+
+
+def check_one_process() -> None:
+    """Raise ValueError in a process that a launcher has started with others: all would write the same files."""
+    if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"{count} processes were launched: healing and compressing run in one; start it without a launcher"
+        )
 
 
 def parse_limit(limit: HealLimit) -> tuple[float | None, float | None]:

@@ -196,7 +196,7 @@ def test_factors_have_no_adapters(folders, tmp_path):
     assert all("attn" in name for name in changed)
 
 
-def test_what_is_refused(folders, tmp_path):
+def test_what_is_refused(folders, tmp_path, monkeypatch):
     paths = student_of(folders, [FFNPruning(width=8), Freeze(attention="frozen", ffn="frozen")])
     with pytest.raises(ValueError, match=r"\Ano linear of the \w+ is trainable: adapters have no place\Z"):
         healed(paths, tmp_path / "heal")
@@ -206,3 +206,8 @@ def test_what_is_refused(folders, tmp_path):
         healed(paths, tmp_path / "heal", int8=True, paged=False)
     with pytest.raises(ValueError, match=r"\Aint8=True with lora=False: it is for adapters on weights in files"):
         healed(paths, tmp_path / "heal", int8=True, lora=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match=r"\A2 processes were launched: healing and compressing run in one; start it with"
+    ):
+        healed(paths, tmp_path / "heal")
