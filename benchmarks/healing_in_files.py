@@ -43,6 +43,7 @@ from hf_freeze.training.healing import heal
 
 SIZES = (1024, 2816, 24, 16, 4)  # hidden size, FFN width, layers, heads, key-value heads
 ROWS, TOKENS = 9, 16  # texts, of which one is held out
+TEXTS = 128  # with --trained
 LIMITS = {"all": 10**12, "limit": 3 * 10**8}
 KINDS = {"bf16": False, "int8": True}
 
@@ -58,9 +59,8 @@ def of_healing(source: Path, student: Path, folder: Path, kind: str, limit: int,
                 page_out()
                 surgery.return_freed_memory()
                 Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-            marks.append(
-                (time.monotonic(), _field("/proc/self/io", "read_bytes"), _field("/proc/self/status", "VmHWM"))
-            )
+            status = [1024 * _field("/proc/self/status", name) for name in ("VmHWM", "RssFile")]
+            marks.append((time.process_time(), _field("/proc/self/io", "read_bytes"), *status))
 
     original, model = load_model(source), load_model(student)
     ids = torch.randint(3, 32_000, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -87,11 +87,11 @@ def measure_sizes(options: Any, folder: Path) -> tuple[str, str]:
         (folder / name).mkdir()
         write_backbone(folder / name, SIZES, lambda _, s, scale=scale: torch.randn(s) * scale + (len(s) == 1))
     lines, files = [], {}
-    for limit, size in LIMITS.items():
+    for limit in options.pages:
         for kind in KINDS:
             (out := folder / "out").mkdir()
             paths = (folder / "original", folder / "student", out)
-            run = _shared.in_new_process(of_healing, *paths, kind, size, options.steps, OMP_NUM_THREADS="1")
+            run = _shared.in_new_process(of_healing, *paths, kind, LIMITS[limit], options.steps, OMP_NUM_THREADS="1")
             files[limit, kind] = run["files"]
             sizes = [f"{run[name] / 1e9:.2f}" for name in ("parameters", "peak", "files", "read")]
             lines.append([kind, limit, *sizes, f"{run['seconds']:.1f}"])
@@ -128,7 +128,7 @@ def measure_trained(options: Any, folder: Path) -> tuple[str, str]:
     }
     rows: dict[str, list[Any]] = {name: [] for name in students}
     for seed in options.seeds:
-        samples = samples_of(original, written(original, tokenizer, 256, seed), tokenizer)
+        samples = samples_of(original, written(original, tokenizer, TEXTS, seed), tokenizer)
         for name, (methods, int8) in students.items():
             student = convert(source, folder / f"{seed} {name}", methods)
             (out := folder / f"heal {seed} {name}").mkdir()
@@ -151,8 +151,9 @@ def _spread(values: list[float]) -> str:
 def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--pages", nargs="+", default=list(LIMITS), choices=LIMITS)
     parser.add_argument("--trained", type=Path, help="folder of a trained Llama with its tokenizer")
-    parser.add_argument("--epochs", type=int, default=10, help="with --trained")
+    parser.add_argument("--epochs", type=int, default=5, help="with --trained")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="with --trained")
     parser.add_argument("--folder", type=Path, help="where the files go; the system's temporary folder if not given")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """Adapters of low rank in a model (LoRA, Hu et al., 2021, https://arxiv.org/abs/2106.09685), over weights that may be integers as
 in QLoRA (Dettmers et al., 2023, https://arxiv.org/abs/2305.14314): put in, and merged into the weights. PEFT has the layers.
 
-A forward or backward of a linear in integers computes its dense weight anew (`layers.quantized`), so that of each weight, one
-byte stays.
+Each forward and each backward of a linear in integers computes its dense weight (`layers.quantized`), one at a time. One byte for
+each weight stays in memory.
 """
 
 import warnings
@@ -40,8 +40,8 @@ def with_adapters(student: Any, seed: int) -> Any:
 
 
 def put_on_int8(model: Any, paged: Paged) -> dict[Any, Any]:
-    """Let the adapters of `model` lie on weights that are rounded to 8 bits, in files of `paged`; those of their linears need no
-    memory then. Returns {layer of PEFT: its linear}."""
+    """Let the adapters of `model` lie on weights that are rounded to 8 bits, in files of `paged`; those that they stand for need
+    no memory then. Returns {layer of PEFT: its linear}."""
     linears = {layer: layer.get_base_layer() for layer in _layers(model) if surgery.is_dense(layer.get_base_layer())}
     for layer, linear in linears.items():
         with no_draws():
