@@ -43,7 +43,6 @@ from hf_freeze.training.healing import heal
 
 SIZES = (1024, 2816, 24, 16, 4)  # hidden size, FFN width, layers, heads, key-value heads
 ROWS, TOKENS = 9, 16  # texts, of which one is held out
-TEXTS = 128  # with --trained
 LIMITS = {"all": 10**12, "limit": 3 * 10**8}
 KINDS = {"bf16": False, "int8": True}
 
@@ -128,7 +127,7 @@ def measure_trained(options: Any, folder: Path) -> tuple[str, str]:
     }
     rows: dict[str, list[Any]] = {name: [] for name in students}
     for seed in options.seeds:
-        samples = samples_of(original, written(original, tokenizer, TEXTS, seed), tokenizer)
+        samples = samples_of(original, written(original, tokenizer, options.texts, seed), tokenizer)
         for name, (methods, int8) in students.items():
             student = convert(source, folder / f"{seed} {name}", methods)
             (out := folder / f"heal {seed} {name}").mkdir()
@@ -153,6 +152,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--pages", nargs="+", default=list(LIMITS), choices=LIMITS)
     parser.add_argument("--trained", type=Path, help="folder of a trained Llama with its tokenizer")
+    parser.add_argument("--texts", type=int, default=128, help="with --trained")
     parser.add_argument("--epochs", type=int, default=5, help="with --trained")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="with --trained")
     parser.add_argument("--folder", type=Path, help="where the files go; the system's temporary folder if not given")
