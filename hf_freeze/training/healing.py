@@ -192,11 +192,10 @@ def parse_limit(limit: HealLimit) -> tuple[float | None, float | None]:
 
 
 def _has_adapters(student: Any, lora: bool | None, paged: Paged | None, int8: bool) -> bool:
-    if lora is None:
-        lora = paged is not None or student.num_parameters() > _LORA_FROM
-    if int8 and not (lora and paged):
+    has = paged is not None or student.num_parameters() > _LORA_FROM if lora is None else lora
+    if int8 and (paged is None or not has):
         raise ValueError(f"int8=True with lora={lora}: it is for adapters on weights in files; give paged= too")
-    return lora
+    return has
 
 
 def _rate_of(student: Any) -> float:
