@@ -102,6 +102,14 @@ def compress(
             "--texts and --max-bytes; --engine compressed-tensors (the default), torch or gguf; heals only with --heal.",
         ),
     ] = False,
+    heal_int8: Annotated[
+        bool,
+        typer.Option(
+            "--heal-int8",
+            help="With --layer-by-layer and --heal: adapters train on weights in 8 bits, a byte each, and are merged into those "
+            "that were not rounded.",
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of what is drawn, and of healing.")] = 1,
     settings: Annotated[
         list[str] | None,
@@ -159,11 +167,14 @@ def compress(
                 engine=engine or "compressed-tensors",
                 samples=samples,
                 heal=0 if heal in ("0", "default") else heal,
+                heal_int8=heal_int8,
                 seed=seed,
                 command=command,
                 say=terminal.say,
             )
             return
+        if heal_int8:
+            raise ValueError("--heal-int8 is for weights in files: give --layer-by-layer, or leave it out")
         from hf_freeze.compression.budget import Budget
 
         budget = Budget(max_bytes=max_bytes, max_ms=max_ms, max_loss=max_loss) if front is None else None

@@ -34,7 +34,7 @@ from hf_freeze.model.loading import load_model, load_tokenizer
 from hf_freeze.model.paging import Paged
 from hf_freeze.model.samples import samples_of
 from hf_freeze.publish.export.convert import export_model
-from hf_freeze.training.healing import HealLimit, heal, parse_limit
+from hf_freeze.training.healing import HealLimit, check_one_process, heal, parse_limit
 
 _LIMIT = 10**9  # bytes of tensors in memory at a time
 _COMPARED = 16  # texts by which the result is compared with the original
@@ -80,6 +80,7 @@ def compress_large(
     engine: str = "compressed-tensors",
     samples: int = 128,
     heal: HealLimit = 0,
+    heal_int8: bool = False,
     seed: int = 1,
     command: str = "",
     say: Callable[[str], Any] = lambda text: None,
@@ -96,11 +97,14 @@ def compress_large(
 
     `engine`: "compressed-tensors" (equal widths, opened by transformers without hf_freeze), "torch" (the variant, in which layers
     may differ) or "gguf". `samples`: texts for the statistics. `heal`: a time or epochs, as for `training.healing.heal`; nothing
-    is healed where only bits go. A killed call resumes after the last layer that was finished.
+    is healed where only bits go. `heal_int8`: adapters train on weights that are rounded to 8 bits, so that healing takes a byte
+    for each, and are merged into those that were not. A killed call resumes after the last layer that was finished.
 
     Raises FileNotFoundError and ValueError as `convert`; ValueError for another task, another engine, a budget that is out of
-    reach, too few texts, and a folder `out` that holds other files; MissingExtra without PEFT, which heals, or gguf.
+    reach, too few texts, a folder `out` that holds other files, `heal_int8` without `heal`, and several processes of a launcher;
+    MissingExtra without PEFT, which heals, or gguf.
     """
+    check_one_process()
     if engine not in TARGETS:
         raise ValueError(f"engine={engine!r}: for models larger than the memory choose from {list(TARGETS)}")
     began, target = time.monotonic(), TARGETS[engine]
@@ -114,10 +118,12 @@ def compress_large(
     budget = Budget(max_bytes=max_bytes).resolved(size, None)
     if parse_limit(heal) != (0.0, None):
         require("other-tools", "healing layer by layer", "peft")  # before the pass, which takes hours
+    elif heal_int8:
+        raise ValueError(f"heal_int8=True with heal={heal!r}: nothing is healed; give heal= a time or epochs")
     if target.format == "gguf":
         require("gguf", "engine='gguf'", "gguf")
     identity = {
-        "heal": str(heal),
+        "heal": f"{heal} on int8" if heal_int8 else str(heal),
         "model": str(model),
         "bytes": size,
         "budget": budget.max_bytes,
@@ -125,7 +131,7 @@ def compress_large(
         "samples": samples,
         "seed": seed,
     }
-    work = _Work(model, original, inputs, samples, out, target, heal, seed, say)
+    work = _Work(model, original, inputs, samples, out, target, heal, heal_int8, seed, say)
     limit = float(budget.max_bytes or math.inf)
     work.check(limit, size)
     _check_out(out)
@@ -167,10 +173,11 @@ class _Work:
         out: Path,
         target: Target,
         heal: HealLimit,
+        heal_int8: bool,
         seed: int,
         say: Callable[[str], Any],
     ) -> None:
-        self._heal, self._seed = heal, seed
+        self._heal, self._heal_int8, self._seed = heal, heal_int8, seed
         self._said_of_healing = ("", 0.0)  # the stage and the time of the last line
         self._source, self._model, self._inputs, self._target, self._say = source, model, inputs, target, say
         self._out, self._tokenizer = out, load_tokenizer(source)
@@ -316,7 +323,8 @@ class _Work:
             samples = samples_of(self._model, self._inputs.learnt, self._tokenizer).undivided()
             self._say("healing")
             with Paged(self._out, _LIMIT) as paged, whole_folder(healed) as written:
-                options: Any = {"limit": self._heal, "seed": self._seed, "paged": paged, "callback": self._heard}
+                options: Any = {"limit": self._heal, "seed": self._seed, "int8": self._heal_int8}
+                options |= {"paged": paged, "callback": self._heard}
                 found = heal(student, self._model, samples, self._out, **options)
                 student.save_pretrained(written, max_shard_size="1GB")
                 self._tokenizer.save_pretrained(written)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from hf_freeze.layers.derived import is_traced
+from hf_freeze.layers.derived import is_compiled, is_traced
 
 WIDTHS = {"int8": 127, "int4": 7}  # name -> largest number Q
 GRANULARITIES = ("channel", "group-64")
@@ -28,6 +28,7 @@ WEIGHT_RANGES = ("max", "learnt")
 ACTIVATION_RANGES = ("token", "max", "moving", "learnt")
 LEVELS = WIDTHS["int8"]  # of activations
 _BLOCK = 1024  # inputs that are summed in fp32 at once
+_CACHED = 2**18  # weights that are computed at once: in fp32 they fit into a cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +90,14 @@ class Grid:
     ) -> torch.Tensor:
         """The values, in `shape`, of stored rows, and those of int8 numbers whatever the width."""
         columns = shape[1]
-        steps = self.spread(steps.view(-1, self.groups(columns)), columns)
-        return (unpack(packed, columns).float() * steps).to(dtype)
+        steps = steps.view(-1, self.groups(columns))
+        if is_traced() or is_compiled() or packed.device.type != "cpu":
+            return (unpack(packed, columns).float() * self.spread(steps, columns)).to(dtype)
+        values = torch.empty(shape, dtype=dtype)
+        rows = max(_CACHED // max(columns, 1), 1)
+        for part, numbers, some in zip(values.split(rows), packed.split(rows), steps.split(rows), strict=True):
+            part.copy_(unpack(numbers, columns).float().mul_(self.spread(some, columns)))
+        return values
 
     def groups(self, columns: int) -> int:
         """The number G of steps of a row."""

@@ -7,11 +7,11 @@ Shapes: B rows, T tokens, D hidden size, V classes or tokens, K of them that are
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from hf_freeze.model.paging import Paged
 from hf_freeze.model.running import in_eval_mode, without_cache
 from hf_freeze.model.samples import Samples
 from hf_freeze.seeded.tensor import fingerprint
+from hf_freeze.training import adapters
 from hf_freeze.training.healing_targets import Objective, Texts, texts_of
 from hf_freeze.training.resume import last_whole_checkpoint
 
@@ -78,6 +79,7 @@ def heal(
     learning_rate: float | None = None,
     callback: Report | None = None,
     paged: Paged | None = None,
+    int8: bool = False,
 ) -> Healed:
     """Train `student` in place, on its device, to give the outputs of `original`; leave it as it was if the held-out loss rises.
 
@@ -94,15 +96,20 @@ def heal(
     are planned from the time of the first ones, and the learning rate falls faster if the machine becomes slower. `lora`: train
     adapters of low rank and merge them (PEFT); None: for more than 500 million parameters. `learning_rate`: by default by the
     width. Frozen parameters stay frozen. `paged`: for models larger than the memory, whose weights lie in files: adapters are
-    trained, activations are computed again for the gradient, layer by layer, and merged weights go to its files.
+    trained, activations are computed again for the gradient, layer by layer, and merged weights go to its files. `int8`: train
+    these adapters on weights that are rounded to 8 bits, a byte each, and merge them into those that were not. Linears of few
+    bits have adapters too; merging rounds them to the nearest, and `loss_after` is measured after that. Other linears that are
+    computed from several parameters, such as factors, have none.
 
     `out / "heal"` has the stored outputs and checkpoints. A killed call resumes there, if called with the same arguments.
     `callback` receives {"stage":, "step":, "steps":} and, in training, "loss" and "seconds_left".
 
-    Raises ValueError for an unknown limit or pooling, a student without trainable parameters, outputs of another shape, fewer
-    than two texts, and without an original, samples of a translator that have no labels.
+    Raises ValueError for an unknown limit or pooling, a student without trainable parameters, or linears if adapters are
+    trained, outputs of another shape, fewer than two texts, `int8` without `paged`, several processes of a launcher, and without
+    an original, samples of a translator that have no labels.
     """
     began, report = time.monotonic(), callback or (lambda message: None)
+    check_one_process()
     limits = parse_limit(limit)
     if 0 in limits:
         return Healed()
@@ -111,18 +118,18 @@ def heal(
         raise ValueError(f"no parameter of the {type(student).__name__} is trainable: there is nothing to heal")
     objective = Objective(pooling)
     train, held_out = texts_of(student if original is None else original, samples, seed, labels=original is None)
-    if lora is None:
-        lora = paged is not None or student.num_parameters() > _LORA_FROM
+    lora = _has_adapters(student, lora, paged, int8)
     rate = learning_rate or (_LORA_RATE if lora else _rate_of(student))
     models = [fingerprint(model) for model in (student, original) if model is not None]
-    parts = (*models, repr((limit, seed, lora, rate, objective)), train.digest, held_out.digest)
+    parts = (*models, repr((limit, seed, lora, int8, rate, objective)), train.digest, held_out.digest)
     key = hashlib.sha256("".join(parts).encode()).hexdigest()
     folder, plan = out / "heal", _plan_in(out / "heal", key)
     _, of_outputs = _timed(lambda: held_out.compute_targets(folder / "held_out", original, objective, report))
     loss_before, measuring = _timed(lambda: held_out.loss(student, objective))
     if loss_before < _EQUAL and not held_out.have_numbers:
         return Healed(seconds=time.monotonic() - began, loss_before=loss_before, loss_after=loss_before)
-    model = _with_adapters(student, seed) if lora else student
+    model = adapters.with_adapters(student, seed) if lora else student
+    linears = adapters.put_on_int8(model, paged) if int8 and paged is not None else {}
     if paged is not None:
         set_checkpointing(model, True)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -139,11 +146,14 @@ def heal(
     run = _Run(plan["steps"], rate, seed, time_left, plan["saved_every"])
     healer = _Healer(model, texts, objective, folder, run, report)
     healer.train(resume_from_checkpoint=last_whole_checkpoint(folder / "checkpoints"))
+    adapters.leave_int8(linears)
     loss_after = held_out.loss(model, objective)
     if not (better := loss_after < loss_before):
         _restore(model, before)
-    if lora:
-        _take_adapters_out(model, student, learns, merged=better, paged=paged)
+    if lora and (unrounded := adapters.take_out(model, student, learns, merged=better, paged=paged)):
+        loss_after = held_out.loss(student, objective)
+        if not (better := loss_after < loss_before):
+            adapters.put_back(unrounded)
     if paged is not None:
         set_checkpointing(student, False)
     steps = healer.state.global_step
@@ -160,6 +170,14 @@ def heal(
     )
 
 
+def check_one_process() -> None:
+    """Raise ValueError in a process that a launcher has started with others: all would write the same files."""
+    if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ValueError(
+            f"{count} processes were launched: healing and compressing run in one; start it without a launcher"
+        )
+
+
 def parse_limit(limit: HealLimit) -> tuple[float | None, float | None]:
     """(seconds, epochs), one of them None; both for the default. Raises ValueError for what is no limit."""
     if limit == DEFAULT:
@@ -171,6 +189,13 @@ def parse_limit(limit: HealLimit) -> tuple[float | None, float | None]:
         )
     number, unit = float(match[1] or 0), match[2] or "s"
     return (None, number) if unit.startswith("epoch") else (number * _UNITS[unit], None)
+
+
+def _has_adapters(student: Any, lora: bool | None, paged: Paged | None, int8: bool) -> bool:
+    has = paged is not None or student.num_parameters() > _LORA_FROM if lora is None else lora
+    if int8 and (paged is None or not has):
+        raise ValueError(f"int8=True with lora={lora}: it is for adapters on weights in files; give paged= too")
+    return has
 
 
 def _rate_of(student: Any) -> float:
@@ -233,36 +258,6 @@ def _restore(model: Any, values: Mapping[str, Tensor]) -> None:
     for name, p in model.named_parameters():
         if name in values:
             p.copy_(values[name])
-
-
-def _with_adapters(student: Any, seed: int) -> Any:
-    """PEFT's LoRA in the trainable linears of the student, in place, except in its output layer."""
-    from peft import LoraConfig, get_peft_model
-
-    output = student.get_output_embeddings()
-    linears = [
-        name
-        for name, module in student.named_modules()
-        if isinstance(module, torch.nn.Linear) and module.weight.requires_grad and module is not output
-    ]
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # PEFT reads the old name
-        torch.manual_seed(seed)
-        return get_peft_model(student, LoraConfig(r=16, lora_alpha=32, target_modules=linears))
-
-
-def _take_adapters_out(model: Any, student: Any, learns: Collection[str], *, merged: bool, paged: Paged | None) -> None:
-    """Merge the adapters, or drop them, in place: the layers are those of the student, of which `learns` train again."""
-    from peft.tuners.lora import LoraLayer
-
-    for module in model.modules() if merged else ():
-        if isinstance(module, LoraLayer):
-            module.merge(safe_merge=True)  # as new tensors: those of files are not written to
-            if paged is not None:
-                paged.move(module.get_base_layer())
-    model.unload()
-    for name, p in student.named_parameters():
-        p.requires_grad_(name in learns)
 
 
 class _Clock(TrainerCallback):

@@ -195,12 +195,14 @@ def test_a_gguf_fills_its_budget_and_its_ffns_are_rounded(tmp_path):
 def test_healing_lowers_the_distance(planted, tmp_path):
     share = "9%"
     before = compressed(planted, tmp_path / "before", share, engine="torch")
-    said: list[str] = []
-    healed = compressed(planted, tmp_path / "healed", share, engine="torch", heal="3epochs", say=said.append)
-    assert any(re.fullmatch(r"healing: step \d+ of \d+(, [1-9]\d* s left)?", line) for line in said)
-    assert healed.shape == before.shape
-    assert healed.fidelity.kl < before.fidelity.kl
-    assert not any("lora" in name for name in load_file(next(healed.model.glob("*.safetensors"))))
+    for int8 in (False, True):
+        said: list[str] = []
+        options = {"engine": "torch", "heal": "3epochs", "heal_int8": int8, "say": said.append}
+        healed = compressed(planted, tmp_path / f"healed {int8}", share, **options)
+        assert any(re.fullmatch(r"healing: step \d+ of \d+(, [1-9]\d* s left)?", line) for line in said)
+        assert healed.shape == before.shape
+        assert healed.fidelity.kl < before.fidelity.kl
+        assert not any("lora" in name for name in load_file(next(healed.model.glob("*.safetensors"))))
 
 
 def test_what_is_refused(planted, tmp_path):
@@ -212,6 +214,8 @@ def test_what_is_refused(planted, tmp_path):
             compressed(planted, tmp_path / engine, share, engine=engine)
     with pytest.raises(ValueError, match="heal='soon': give 0, a time as '10min'"):
         compressed(planted, tmp_path / "soon", "50%", heal="soon")
+    with pytest.raises(ValueError, match="heal_int8=True with heal=0: nothing is healed; give heal="):
+        compressed(planted, tmp_path / "soon", "50%", heal_int8=True)
     with pytest.raises(ValueError, match="8 texts: give at least 16"):
         compress_large(planted, texts=TEXTS[:8], max_bytes="50%", out=tmp_path / "few")
     compressed(planted, tmp_path / "out", "70%", engine="torch")
@@ -296,6 +300,8 @@ def test_the_command(planted, tmp_path):
     assert json.loads((tmp_path / "out" / "compressed.json").read_text())["bytes"] < 0.6 * bytes_of(planted)
     error = one_line_error(*command, *texts, "--max-ms", "5")
     assert "--max-ms: not with --layer-by-layer, which takes --texts and --max-bytes" in error
+    error = one_line_error("compress", planted, "--out", tmp_path / "out", *texts, "--max-bytes", "60%", "--heal-int8")
+    assert "--heal-int8 is for weights in files: give --layer-by-layer, or leave it out" in error
     assert "is no folder with a model" in one_line_error(
         "compress", tmp_path / "none", "--layer-by-layer", "--out", tmp_path / "o", *texts, "--max-bytes", "5MB"
     )

@@ -143,7 +143,8 @@ class Killed(Exception):
     pass
 
 
-def test_a_killed_call_ends_as_an_uninterrupted_one(folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_killed_call_ends_as_an_uninterrupted_one(int8, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(healing, "_SAVED", 0.0)  # a checkpoint at each step
     steps: list[int] = []
 
@@ -153,13 +154,14 @@ def test_a_killed_call_ends_as_an_uninterrupted_one(folders, tmp_path, monkeypat
             if message["step"] == 2:
                 raise Killed
 
-    _, whole = healed(folders, tmp_path / "whole")
+    _, whole = healed(folders, tmp_path / "whole", int8=int8)
     with pytest.raises(Killed):
-        healed(folders, tmp_path / "killed", callback=kill)
+        healed(folders, tmp_path / "killed", callback=kill, int8=int8)
     steps.clear()
     _, result = healed(
         folders,
         tmp_path / "killed",
+        int8=int8,
         callback=lambda message: message["stage"] == "healing" and steps.append(message["step"]),
     )
     assert steps == [2, 3]
