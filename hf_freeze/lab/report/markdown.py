@@ -29,6 +29,6 @@ def markdown(report: Report) -> str:
     lines += [method(report), ""]
     if len(report.sources) > 1:
         lines += [*(f"- {source.letter}: {source.described}" for source in report.sources), ""]
-    lines += [f"Command: `{command}`" for command in report.commands] + [""] * bool(report.commands)
+    lines += [f"- Command: `{command}`" for command in report.commands] + [""] * bool(report.commands)
     lines += [f"Seeds {', '.join(map(str, report.seeds))}. " + "; ".join(f"`{s}`" for s in signatures(report)), ""]
     return "\n".join([*lines, *machines(report)]) + "\n"
