@@ -41,7 +41,6 @@ from hf_freeze.lab.report.write import write_pages
 from hf_freeze.run_folder import COMMANDS, HEAD_SCORES, HEAD_TESTS, LATENCY, MAPS, PRECISION
 
 RESULTS = Path(__file__).parents[1] / "results"
-COMPRESS = RESULTS.parent / "compress.md"  # a guide with measurements
 CLAIMS = RESULTS / "claims.yaml"
 ENDING = "_runs.tar.gz"
 KEPT = (COMMANDS, PRECISION, "results.jsonl")  # of a grid
@@ -158,7 +157,7 @@ class Reports:
 def pages(reports: Reports) -> dict[Path, str]:
     """Every page with generated parts, as it should be."""
     made = {}
-    for path in [*sorted(RESULTS.glob("*.md")), COMPRESS]:
+    for path in [*sorted(RESULTS.glob("*.md")), *RESULTS.parent.glob("compress.md")]:  # a guide with measurements
         text = path.read_text(encoding="utf-8")
         text, tables = TABLE.subn(lambda found: f"{found[1]}\n{reports.text(found[2])}\n\n{found[3]}", text)
         text, lists = CLAIMED.subn(lambda found: f"{found[1]}\n{claims(reports)}\n\n{found[2]}", text)

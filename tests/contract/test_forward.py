@@ -103,7 +103,8 @@ def _check_the_future(case: Case, attention: str):
         row, unchanged = actual[name][position], expected[name][0]
         # A batch of more rows is rounded otherwise: on an Intel Xeon limited to AVX2 by up to 1.1e-5.
         torch.testing.assert_close(row[:position], unchanged[:position], rtol=0, atol=5e-5)
-        assert not torch.allclose(row[position], unchanged[position], atol=1e-3), (name, position)
+        # Marian's embeddings are small where nothing scales them: in int8 another token changes the logits by 0.0006.
+        assert not torch.allclose(row[position], unchanged[position], atol=1e-4), (name, position)
 
 
 def has_a_causal_output(case: Case) -> bool:
