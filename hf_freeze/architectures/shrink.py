@@ -34,6 +34,7 @@ _SMALL: tuple[tuple[str, int, str | None], ...] = (
     (EXPERT_COUNTS, 4, None),
     (_CHOSEN, 2, None),
     (r"n_groups?|topk_group|num_expert_group", 1, None),
+    (r"first_k_dense_replace", 1, None),  # layers without experts, of the two
     (r"rotary_dim", 4, None),
     (r"attention_window|sliding_window|window_size|local_attention", 16, None),
     (r"image_size", 16, None),

@@ -174,3 +174,15 @@ def test_deriving_is_silent_and_leaves_the_verbosity_as_it_was(monkeypatch):
     finally:
         transformers.utils.logging.set_verbosity(before)
     assert logged == []
+
+
+def test_a_shared_expert_as_wide_as_the_hidden_size_is_told_from_its_gate():
+    """By shapes alone, the gate of one output could be an FFN's linear."""
+    sizes = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    equal, other = (
+        derive(AutoConfig.for_model("qwen2_moe", hidden_size=64, shared_expert_intermediate_size=width, **sizes))
+        for width in (64, 48)
+    )
+    assert equal.stacks["decoder"].ffn == other.stacks["decoder"].ffn
+    assert equal.stacks["decoder"].others == other.stacks["decoder"].others
+    assert "neurons" not in equal.refusals
