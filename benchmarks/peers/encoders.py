@@ -1,0 +1,150 @@
+"""A sentence encoder made smaller by each tool: what it then finds, weighs, and takes.
+
+    python benchmarks/peers/encoders.py --install --environments FOLDER
+    python benchmarks/peers/encoders.py MODEL --captions captions --environments FOLDER --out runs/encoders
+
+Claims: none; the table says what comes of it.
+
+The captions train.1.en.gz to train.5.en.gz of a folder are of the same images, a line each. Caption 1 of each of the last 5,000
+images is searched for by its caption 5; tools that learn do so from all captions of the other images. Each tool runs in an
+environment of its own, as its documentation says: once to make the model, and once more, in a new process with one thread,
+to open and use it. Columns:
+
+- folder: MB of all files, tokenizer included;
+- recall@1, and its difference from the model's with a 95 % interval, by a paired bootstrap over images;
+- ms: of a caption alone, the median of 300, and its share of the model's; seconds to make it; peak memory of using it;
+- again: whether the new process computes exactly what was computed before saving;
+- lines of code to make it, imports included.
+
+What is done is kept in `--out`: the command continues where it stopped. The picture front.png has bytes and recall of all.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import encode
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import _shared
+from compressed_texts import interval, read
+
+from hf_freeze.io import bytes_of
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = _shared.parser(__doc__, presets=False)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder of a sentence encoder")
+    parser.add_argument("--captions", type=Path, help="folder with train.1.en.gz to train.5.en.gz")
+    parser.add_argument("--images", type=int, default=5000, help="that are kept out")
+    parser.add_argument("--peers", nargs="+", default=list(encode.PEERS), choices=encode.PEERS)
+    parser.add_argument("--install", action="store_true", help="make the environments of the tools, no more")
+    parser.add_argument("--environments", type=Path, default=Path("runs/encoders/environments"))
+    parser.add_argument("--keep", type=Path, default=Path("runs/encoders"), help="for models and results")
+    parser.set_defaults(texts=None)
+    options = parser.parse_args()
+    if options.install:
+        for name, requirements in encode.ENVIRONMENTS.items():
+            print(f"{options.environments / name}: {' '.join(requirements)}", flush=True)
+            venv.create(options.environments / name, with_pip=True)
+            python = options.environments / name / "bin" / "python"
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
+        return
+    if options.model is None or options.captions is None:
+        parser.error("MODEL and --captions are needed, or --install")
+    learnt, wanted, queries = read(options)
+    options.keep.mkdir(parents=True, exist_ok=True)
+    texts = options.keep / "texts.json"
+    texts.write_text(json.dumps({"learnt": learnt, "asked": [*wanted, *queries]}))
+    found = {name: run(name, texts, options) for name in dict.fromkeys(["whole", *options.peers])}
+    rows, points = table(found, len(wanted), options.keep)
+    picture(points, options.keep / "front.png")
+    headings = ["", "folder, MB", "recall@1", "difference", "ms", "seconds", "memory, MB", "again", "lines"]
+    summary = f"{len(wanted):,} images that were kept out, {len(learnt):,} texts, one thread"
+    _shared.report(options, _shared.markdown(headings, rows), summary)
+
+
+def run(name: str, texts: Path, options: Any) -> dict[str, Any]:
+    """Both steps of one tool, where they are not done; what they found."""
+    peer, folder, found = encode.PEERS[name], options.keep / name, {}
+    python = options.environments / peer.environment / "bin" / "python" if peer.environment else Path(sys.executable)
+    if not python.exists():
+        raise SystemExit(f"{python} is missing: run this with --install")
+    for step in ("make", "use"):
+        if not (folder / f"{step}.json").exists():
+            print(f"{step} {name}", flush=True)
+            command = [python, HERE / "encode.py", name, step, options.model, texts, folder]
+            threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} if step == "use" else {}
+            subprocess.run([str(part) for part in command], check=True, env=os.environ | threads)
+        found |= json.loads((folder / f"{step}.json").read_text())
+        if "error" in found:
+            break
+    return found
+
+
+def table(found: dict[str, dict[str, Any]], count: int, folder: Path) -> tuple[list[list[str]], dict[str, Any]]:
+    """Rows, and name -> (MB, recall, ms)."""
+    before = hits(folder / "whole" / "vectors.npy", count)
+    rows, points = [], {}
+    for name, facts in found.items():
+        peer = encode.PEERS[name]
+        if "error" in facts:
+            rows.append([peer.title, facts["error"], *["–"] * 7])
+            continue
+        after = hits(folder / name / "vectors.npy", count)
+        size = bytes_of(folder / name / "model") / 1e6
+        share = facts["ms"] / found["whole"]["ms"]
+        lines = len(inspect.getsource(peer.make).splitlines()) - 1
+        rows.append(
+            [
+                peer.title,
+                f"{size:.2f}",
+                f"{after.mean():.4f}",
+                interval(after - before) if name != "whole" else "",
+                f"{facts['ms']:.2f} ({share:.2f})",
+                f"{facts['seconds']:.0f}",
+                f"{facts['memory'] / 1e6:.0f}",
+                "yes" if facts["same"] else "no",
+                str(lines),
+            ]
+        )
+        points[name] = (size, after.mean(), facts["ms"])
+    return rows, points
+
+
+def hits(vectors: Path, count: int) -> np.ndarray:
+    """For each image, 1.0 if its caption 5 is nearest to its own caption 1."""
+    found = np.load(vectors)
+    found = found / np.linalg.norm(found, axis=1, keepdims=True).clip(1e-9)
+    return ((found[count:] @ found[:count].T).argmax(1) == np.arange(count)).astype(float)
+
+
+def picture(points: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    for axis, column, label in zip(
+        figure.subplots(1, 2), (0, 2), ("folder, MB", "ms a caption, one thread"), strict=True
+    ):
+        for name, point in points.items():
+            ours = name.startswith("hf_freeze")
+            axis.scatter(point[column], point[1], color="C0" if ours else "0.55", zorder=3 if ours else 2)
+            title = encode.PEERS[name].title.replace("`", "").removeprefix("sentence-transformers, ")
+            axis.annotate(title, (point[column], point[1]), fontsize=7, xytext=(4, 4), textcoords="offset points")
+        axis.set(xscale="log", xlabel=label, ylabel="captions found at once (recall@1)")
+        axis.grid(alpha=0.3)
+    figure.suptitle("A sentence encoder made smaller: hf_freeze in blue, other tools in grey", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
