@@ -1,13 +1,12 @@
 """One tool, one sentence encoder: `python encode.py PEER make|use MODEL TEXTS FOLDER`, with the Python of its environment.
 
-It needs that tool alone. `make` writes a smaller encoder to FOLDER/model from MODEL and, where the tool learns, from the texts
-"learnt" of the JSON file TEXTS; `use` opens it in a new process and encodes the texts "asked". Both write make.json or use.json
-there. `encoders.py` calls this.
+It needs that tool alone. `make` writes a smaller encoder to FOLDER/model from MODEL and, where the tool learns, from the texts of
+TEXTS/learnt.json; `use` opens it in a new process and encodes those of TEXTS/asked.json. Both write make.json or use.json there. `encoders.py` calls this.
 """
 
 import json
 import os
-import resource
+import re
 import statistics
 import sys
 import time
@@ -140,7 +139,7 @@ class Peer:
 
 ENVIRONMENTS = {
     "sentence-transformers": ["torch==2.13.0", "sentence-transformers[onnx]==6.2.0", "datasets", "accelerate"],
-    "model2vec": ["torch==2.13.0", "model2vec[distill]"],
+    "model2vec": ["torch==2.13.0", "model2vec[distill,quantization]"],
 }
 _ST, _M2V = "sentence-transformers", "model2vec"
 PEERS = {
@@ -156,36 +155,42 @@ PEERS = {
 }
 
 
-def made(peer: Peer, model: str, texts: dict[str, list[str]], folder: Path) -> dict[str, Any]:
+def made(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
+    learnt = json.loads((texts / "learnt.json").read_text()) if peer.learns else []
     begun = time.perf_counter()
-    encode = peer.make(model, texts["learnt"], folder / "model")
+    encode = peer.make(model, learnt, folder / "model")
     seconds = time.perf_counter() - begun
-    np.save(folder / "first.npy", np.asarray(encode(texts["asked"][:FIRST])))
+    np.save(folder / "first.npy", np.asarray(encode(json.loads((texts / "asked.json").read_text())[:FIRST])))
     return {"seconds": seconds}
 
 
-def used(peer: Peer, model: str, texts: dict[str, list[str]], folder: Path) -> dict[str, Any]:
-    begun = time.perf_counter()
+def used(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
+    asked = json.loads((texts / "asked.json").read_text())
     encode = peer.open(folder / "model")
-    asked = texts["asked"]
     encode(asked[:1])
-    first = time.perf_counter() - begun
     times = []
     for text in asked[:ONE_BY_ONE]:
         begun = time.perf_counter()
         encode([text])
         times.append(time.perf_counter() - begun)
+    facts = {"ms": 1000 * statistics.median(times), "memory": peak_memory()}
     same = np.array_equal(np.asarray(encode(asked[:FIRST])), np.load(folder / "first.npy"))
     found = [np.asarray(encode(asked[at : at + FIRST])) for at in range(0, len(asked), FIRST)]
     np.save(folder / "vectors.npy", np.concatenate(found).astype(np.float32))
-    return {"ms": 1000 * statistics.median(times), "first": first, "same": bool(same)}
+    return facts | {"same": bool(same)}
+
+
+def peak_memory() -> int:
+    """Bytes, of this process alone: `getrusage` would count the one that started it."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
 
 
 def main(name: str, step: str, model: str, texts: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        result = {"make": made, "use": used}[step](PEERS[name], model, json.loads(texts.read_text()), folder)
-        result["memory"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result = {"make": made, "use": used}[step](PEERS[name], model, texts, folder)
     except Exception as error:
         result = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]}
     (folder / f"{step}.json").write_text(json.dumps(result))

@@ -12,7 +12,7 @@ to open and use it. Columns:
 
 - folder: MB of all files, tokenizer included;
 - recall@1, and its difference from the model's with a 95 % interval, by a paired bootstrap over images;
-- ms: of a caption alone, the median of 300, and its share of the model's; seconds to make it; peak memory of using it;
+- ms: of a caption alone, the median of 300, and its share of the model's; seconds to make it; peak memory of answering texts alone;
 - again: whether the new process computes exactly what was computed before saving;
 - lines of code to make it, imports included.
 
@@ -63,9 +63,9 @@ def main() -> None:
         parser.error("MODEL and --captions are needed, or --install")
     learnt, wanted, queries = read(options)
     options.keep.mkdir(parents=True, exist_ok=True)
-    texts = options.keep / "texts.json"
-    texts.write_text(json.dumps({"learnt": learnt, "asked": [*wanted, *queries]}))
-    found = {name: run(name, texts, options) for name in dict.fromkeys(["whole", *options.peers])}
+    for name, some in {"learnt": learnt, "asked": [*wanted, *queries]}.items():
+        (options.keep / f"{name}.json").write_text(json.dumps(some))
+    found = {name: run(name, options) for name in dict.fromkeys(["whole", *options.peers])}
     rows, points = table(found, len(wanted), options.keep)
     picture(points, options.keep / "front.png")
     headings = ["", "folder, MB", "recall@1", "difference", "ms", "seconds", "memory, MB", "again", "lines"]
@@ -73,7 +73,7 @@ def main() -> None:
     _shared.report(options, _shared.markdown(headings, rows), summary)
 
 
-def run(name: str, texts: Path, options: Any) -> dict[str, Any]:
+def run(name: str, options: Any) -> dict[str, Any]:
     """Both steps of one tool, where they are not done; what they found."""
     peer, folder, found = encode.PEERS[name], options.keep / name, {}
     python = options.environments / peer.environment / "bin" / "python" if peer.environment else Path(sys.executable)
@@ -82,7 +82,7 @@ def run(name: str, texts: Path, options: Any) -> dict[str, Any]:
     for step in ("make", "use"):
         if not (folder / f"{step}.json").exists():
             print(f"{step} {name}", flush=True)
-            command = [python, HERE / "encode.py", name, step, options.model, texts, folder]
+            command = [python, HERE / "encode.py", name, step, options.model, options.keep, folder]
             threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} if step == "use" else {}
             subprocess.run([str(part) for part in command], check=True, env=os.environ | threads)
         found |= json.loads((folder / f"{step}.json").read_text())
