@@ -1,7 +1,8 @@
 """One tool, one sentence encoder: `python encode.py PEER make|use MODEL TEXTS FOLDER`, with the Python of its environment.
 
 It needs that tool alone. `make` writes a smaller encoder to FOLDER/model from MODEL and, where the tool learns, from the texts of
-TEXTS/learnt.json; `use` opens it in a new process and encodes those of TEXTS/asked.json. Both write make.json or use.json there. `encoders.py` calls this.
+TEXTS/learnt.json; `use` opens it in a new process and encodes those of TEXTS/asked.json. Both write make.json or use.json
+there. `encoders.py` calls this.
 """
 
 import json
@@ -46,6 +47,7 @@ def _hf_freeze(share: str) -> Callable[[str, list[str], Path], Encode]:
 
         made = compress(model, texts=texts, budget=Budget(max_bytes=share), heal=0, out=out.parent / "work")
         made.after.folder.rename(out)
+        (out.parent / "seconds").write_text(f"{made.seconds}")  # those before a stop, too
         return runtime.open(out)
 
     return make
@@ -70,7 +72,7 @@ def _three_layers(model: str, texts: list[str], out: Path) -> Encode:
         SentenceTransformerTrainer,
         SentenceTransformerTrainingArguments,
     )
-    from sentence_transformers.losses import MSELoss
+    from sentence_transformers.sentence_transformer.losses import MSELoss
 
     teacher, student = SentenceTransformer(model, device="cpu"), SentenceTransformer(model, device="cpu")
     backbone = student[0].auto_model
@@ -159,7 +161,8 @@ def made(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
     learnt = json.loads((texts / "learnt.json").read_text()) if peer.learns else []
     begun = time.perf_counter()
     encode = peer.make(model, learnt, folder / "model")
-    seconds = time.perf_counter() - begun
+    counted = folder / "seconds"
+    seconds = float(counted.read_text()) if counted.exists() else time.perf_counter() - begun
     np.save(folder / "first.npy", np.asarray(encode(json.loads((texts / "asked.json").read_text())[:FIRST])))
     return {"seconds": seconds}
 

@@ -12,7 +12,8 @@ to open and use it. Columns:
 
 - folder: MB of all files, tokenizer included;
 - recall@1, and its difference from the model's with a 95 % interval, by a paired bootstrap over images;
-- ms: of a caption alone, the median of 300, and its share of the model's; seconds to make it; peak memory of answering texts alone;
+- ms: of a caption alone, the median of 300, and its share of the model's; seconds to make it;
+  peak memory of answering these texts;
 - again: whether the new process computes exactly what was computed before saving;
 - lines of code to make it, imports included.
 
