@@ -132,17 +132,18 @@ def hits(vectors: Path, count: int) -> np.ndarray:
 def picture(points: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    for axis, column, label in zip(
-        figure.subplots(1, 2), (0, 2), ("folder, MB", "ms a caption, one thread"), strict=True
-    ):
-        for name, point in points.items():
-            ours = name.startswith("hf_freeze")
-            axis.scatter(point[column], point[1], color="C0" if ours else "0.55", zorder=3 if ours else 2)
-            title = encode.PEERS[name].title.replace("`", "").removeprefix("sentence-transformers, ")
-            axis.annotate(title, (point[column], point[1]), fontsize=7, xytext=(4, 4), textcoords="offset points")
-        axis.set(xscale="log", xlabel=label, ylabel="captions found at once (recall@1)")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, column, label in zip(axes, (0, 2), ("folder, MB", "ms a caption, one thread"), strict=True):
+        for (name, point), marker in zip(points.items(), "*osD^vPXh", strict=False):
+            color = "C0" if name.startswith("hf_freeze") else "0.45"
+            title = encode.PEERS[name].title.replace("`", "")
+            axis.scatter(point[column], point[1], color=color, marker=marker, s=60, label=title)
+        axis.set(xscale="log", xlabel=label)
         axis.grid(alpha=0.3)
+    axes[0].set_ylabel("captions found at once (recall@1)")
+    handles, titles = axes[0].get_legend_handles_labels()
+    figure.legend(handles, titles, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle("A sentence encoder made smaller: hf_freeze in blue, other tools in grey", fontsize=10)
     figure.savefig(path, dpi=150)
 
