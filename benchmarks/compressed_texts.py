@@ -91,6 +91,13 @@ def vectors(folder: Any, texts: list[str]) -> np.ndarray:
     return found / np.linalg.norm(found, axis=1, keepdims=True)
 
 
+def hits(found: np.ndarray, count: int) -> np.ndarray:
+    """For each of `count` images, 1.0 if its query is nearest to its own caption; `found`: (2 × count or more, D), length 1."""
+    if not count:
+        return np.zeros(0)
+    return ((found[count : 2 * count] @ found[:count].T).argmax(1) == np.arange(count)).astype(float)
+
+
 def interval(differences: np.ndarray) -> str:
     """The mean of the differences (N,), and the ends of its 95 % interval."""
     drawn = np.random.default_rng(0).integers(len(differences), size=(2000, len(differences)))
@@ -201,21 +208,16 @@ def main() -> None:
         others = sample(read_text([options.others], unit="filled lines", column=options.column)["text"], options.images)
     asked = [*wanted, *queries, *others]
 
-    def hits(found: np.ndarray) -> np.ndarray:
-        if not count:
-            return np.zeros(0)
-        return (found[count : 2 * count] @ found[:count].T).argmax(1) == np.arange(count)
-
     of_model = vectors(options.model, asked)
-    before, rows = hits(of_model), []
+    before, rows = hits(of_model, count), []
     of_model_recall = f"{before.mean():.4f}" if count else "–"
 
     def add(label: str, found: np.ndarray, size: int, whole: int, seconds: float | None = None) -> None:
-        after, cosines = hits(found), []
+        after, cosines = hits(found, count), []
         for some in [slice(count)] * bool(count) + [slice(2 * count, None)] * bool(others):
             same = found.shape == of_model.shape
             cosines.append(f"{(found[some] * of_model[some]).sum(1).mean():.4f}" if same else "–")
-        change = interval(after.astype(float) - before) if count else "–"
+        change = interval(after - before) if count else "–"
         recall = f"{after.mean():.4f}" if count else "–"
         shown = "–" if seconds is None else f"{seconds:.0f}"
         row = [

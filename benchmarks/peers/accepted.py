@@ -52,7 +52,7 @@ def main() -> None:
     peers = list(halve.PEERS) if options.peers == ["all"] else options.peers
     if options.install:
         for peer in halve.PEERS if options.install == ["all"] else options.install:
-            install(peer, options.environments / peer)
+            install(options.environments / peer, halve.PEERS[peer].requirements)
         return
     for name in options.models:
         make(name, options.out / "models" / name)
@@ -74,9 +74,9 @@ def parser() -> argparse.ArgumentParser:
     return new
 
 
-def install(peer: str, folder: Path) -> None:
-    """A virtual environment with what the tool needs; hf_freeze runs in this one."""
-    if requirements := halve.PEERS[peer].requirements:
+def install(folder: Path, requirements: list[str]) -> None:
+    """A virtual environment with what a tool needs; none for hf_freeze, which runs in this one."""
+    if requirements:
         print(f"{folder}: {' '.join(requirements)}", flush=True)
         venv.create(folder, with_pip=True)
         subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "--quiet", *requirements], check=True)

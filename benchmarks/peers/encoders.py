@@ -1,14 +1,14 @@
 """A sentence encoder made smaller by each tool: what it then finds, weighs, and takes.
 
     python benchmarks/peers/encoders.py --install --environments FOLDER
-    python benchmarks/peers/encoders.py MODEL --captions captions --environments FOLDER --out runs/encoders
+    python benchmarks/peers/encoders.py MODEL --captions captions --environments FOLDER --keep runs/encoders
 
 Claims: none; the table says what comes of it.
 
 The captions train.1.en.gz to train.5.en.gz of a folder are of the same images, a line each. Caption 1 of each of the last 5,000
 images is searched for by its caption 5; tools that learn do so from all captions of the other images. Each tool runs in an
-environment of its own, as its documentation says: once to make the model, and once more, in a new process with one thread,
-to open and use it. Columns:
+environment of its own, as its documentation says: once to make the model, and once more, in a new process with
+`OMP_NUM_THREADS=1`, which torch reads and ONNX Runtime does not, to open and use it. Columns:
 
 - folder: MB of all files, tokenizer included;
 - recall@1, and its difference from the model's with a 95 % interval, by a paired bootstrap over images;
@@ -17,7 +17,7 @@ to open and use it. Columns:
 - again: whether the new process computes exactly what was computed before saving;
 - lines of code to make it, imports included.
 
-What is done is kept in `--out`: the command continues where it stopped. The picture front.png has bytes and recall of all.
+What is done is kept in `--keep`: the command continues where it stopped. The picture front.png has bytes and recall of all.
 """
 
 import inspect
@@ -25,7 +25,6 @@ import json
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import _shared
-from compressed_texts import interval, read
+from accepted import install
+from compressed_texts import hits, interval, read
 
 from hf_freeze.io import bytes_of
 
@@ -55,10 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.install:
         for name, requirements in encode.ENVIRONMENTS.items():
-            print(f"{options.environments / name}: {' '.join(requirements)}", flush=True)
-            venv.create(options.environments / name, with_pip=True)
-            python = options.environments / name / "bin" / "python"
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True)
+            install(options.environments / name, requirements)
         return
     if options.model is None or options.captions is None:
         parser.error("MODEL and --captions are needed, or --install")
@@ -70,7 +67,7 @@ def main() -> None:
     rows, points = table(found, len(wanted), options.keep)
     picture(points, options.keep / "front.png")
     headings = ["", "folder, MB", "recall@1", "difference", "ms", "seconds", "memory, MB", "again", "lines"]
-    summary = f"{len(wanted):,} images that were kept out, {len(learnt):,} texts, one thread"
+    summary = f"{len(wanted):,} images that were kept out, {len(learnt):,} texts"
     _shared.report(options, _shared.markdown(headings, rows), summary)
 
 
@@ -94,14 +91,14 @@ def run(name: str, options: Any) -> dict[str, Any]:
 
 def table(found: dict[str, dict[str, Any]], count: int, folder: Path) -> tuple[list[list[str]], dict[str, Any]]:
     """Rows, and name -> (MB, recall, ms)."""
-    before = hits(folder / "whole" / "vectors.npy", count)
+    before = hits(vectors(folder / "whole"), count)
     rows, points = [], {}
     for name, facts in found.items():
         peer = encode.PEERS[name]
         if "error" in facts:
             rows.append([peer.title, facts["error"], *["–"] * 7])
             continue
-        after = hits(folder / name / "vectors.npy", count)
+        after = hits(vectors(folder / name), count)
         size = bytes_of(folder / name / "model") / 1e6
         share = facts["ms"] / found["whole"]["ms"]
         lines = len(inspect.getsource(peer.make).splitlines()) - 1
@@ -122,11 +119,10 @@ def table(found: dict[str, dict[str, Any]], count: int, folder: Path) -> tuple[l
     return rows, points
 
 
-def hits(vectors: Path, count: int) -> np.ndarray:
-    """For each image, 1.0 if its caption 5 is nearest to its own caption 1."""
-    found = np.load(vectors)
-    found = found / np.linalg.norm(found, axis=1, keepdims=True).clip(1e-9)
-    return ((found[count:] @ found[:count].T).argmax(1) == np.arange(count)).astype(float)
+def vectors(folder: Path) -> np.ndarray:
+    """(texts, D), of length 1"""
+    found = np.load(folder / "vectors.npy")
+    return found / np.linalg.norm(found, axis=1, keepdims=True).clip(1e-9)
 
 
 def picture(points: dict[str, Any], path: Path) -> None:
@@ -134,7 +130,7 @@ def picture(points: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, column, label in zip(axes, (0, 2), ("folder, MB", "ms a caption, one thread"), strict=True):
+    for axis, column, label in zip(axes, (0, 2), ("folder, MB", "ms a caption"), strict=True):
         for (name, point), marker in zip(points.items(), "*osD^vPXh", strict=False):
             color = "C0" if name.startswith("hf_freeze") else "0.45"
             title = encode.PEERS[name].title.replace("`", "")

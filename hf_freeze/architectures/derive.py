@@ -164,10 +164,9 @@ def _adopted(name: str, stack: Stack, shown: Stack, config: Any, refusals: dict[
             proved = {field: getattr(like, field) for field in ("layout", "reads_config", "resizes", "thins")}
             attention = replace(attention, **proved)
         attentions[kind] = replace(attention, bidirectional=kind.startswith("self") and name != "decoder")
+    # Where a width is the hidden size, shapes do not tell the gate of an expert from its linears; the small model does.
     routers = {name: f"{name}.*" for name in stack.ffn if name not in shown.ffn}
-    if routers and set(routers.values()) <= set(
-        shown.others
-    ):  # where a width is the hidden size, shapes do not tell these
+    if routers and set(routers.values()) <= set(shown.others):
         neurons = {name: count for name, count in stack.neurons.items() if name not in routers}
         stack = replace(stack, ffn=shown.ffn, others=(*routers.values(), *stack.others), neurons=neurons)
     if not set(stack.ffn) <= set(shown.ffn):

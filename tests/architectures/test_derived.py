@@ -186,3 +186,9 @@ def test_a_shared_expert_as_wide_as_the_hidden_size_is_told_from_its_gate():
     assert equal.stacks["decoder"].ffn == other.stacks["decoder"].ffn
     assert equal.stacks["decoder"].others == other.stacks["decoder"].others
     assert "neurons" not in equal.refusals
+
+
+def test_the_small_model_of_one_with_dense_layers_before_its_experts_has_layers_of_both_kinds():
+    stack = derive(AutoConfig.for_model("deepseek_v3")).stacks["decoder"]  # three dense layers, as published
+    assert {"mlp.gate_proj", "mlp.shared_experts.gate_proj"} <= set(stack.ffn)
+    assert "mlp.experts" in stack.experts
