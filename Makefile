@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 NOTEBOOKS_STAMP := $(VENV)/.installed-notebooks
+BROWSER_STAMP := node_modules/.installed
 
-.PHONY: demo demo-page test test-full test-all test-tiers docs notebooks families versions results-check quality style wheel clean
+.PHONY: demo demo-page test test-full test-all test-tiers docs docs-in-browser notebooks families versions results-check quality style wheel clean
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # where it is set, every process of the tests would compile hf_freeze anew
 
@@ -55,6 +56,16 @@ docs: export NO_MKDOCS_2_WARNING := 1
 docs: export PATH := $(abspath $(BIN)):$(PATH)  # ruff formats the signatures
 docs: $(DOCS_STAMP)  ## the documentation site, in build/site; a warning, such as a link that leads nowhere, is an error
 	$(BIN)/mkdocs build --strict
+
+# node_modules stands at the root, where the two scripts find it.
+$(BROWSER_STAMP): Makefile
+	npm install --no-save --no-audit --no-fund --silent axe-core@4.14.1 puppeteer-core@25.16.0
+	touch $(BROWSER_STAMP)
+
+docs-in-browser: export CHROMIUM ?= $(shell command -v chromium chromium-browser google-chrome chrome | head -n 1)
+docs-in-browser: docs $(BROWSER_STAMP)  ## every page of the site and the reports in Chromium: accessibility, dark colours, search; needs npm
+	node docs/tooling/axe.mjs build/site
+	node docs/tooling/reports.mjs docs/results
 
 $(NOTEBOOKS_STAMP): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[notebooks]"

@@ -1,5 +1,5 @@
 // axe on every page of the site, in light and dark colours, and a search without a network:
-//     npm install --no-save axe-core puppeteer-core && CHROMIUM=/usr/bin/chromium node docs/tooling/axe.mjs build/site
+//     make docs-in-browser    (or, after it: CHROMIUM=/usr/bin/chromium node docs/tooling/axe.mjs build/site)
 // It fails for a serious or critical finding, a request to a network, and a search that finds nothing. A minute or two.
 import fs from "node:fs";
 import path from "node:path";
@@ -20,9 +20,9 @@ for (const name of pages) {
   const page = await browser.newPage();
   page.on("request", (request) => /^(https?|wss?):/.test(request.url()) && complain(`${name}: asks ${request.url()}`));
   await page.goto(`file://${site}/${name}`, { waitUntil: "load" });
+  await page.addStyleTag({ content: "* { transition: none !important }" }); // colours would change slowly
   for (const scheme of ["default", "slate"]) {
     await page.evaluate((value) => document.body.setAttribute("data-md-color-scheme", value), scheme);
-    await new Promise((resolve) => setTimeout(resolve, 700)); // colours change slowly
     for (const words of await violations(page)) complain(`${name}, ${scheme}: ${words}`);
   }
   await page.close();

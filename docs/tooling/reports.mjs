@@ -1,5 +1,5 @@
 // Report pages in headless Chromium, at three widths, in light and dark colours:
-//     npm install --no-save axe-core puppeteer-core
+//     make docs-in-browser    (looks at docs/results; for others, after it:)
 //     CHROMIUM=/usr/bin/chromium node docs/tooling/reports.mjs docs/results runs/mine/report.html [--pictures FOLDER]
 // It fails for a page that is wider than its window, an error in the console, a request to a network, a finding of axe, and a tab stop
 // without a name or a visible focus. `--pictures` keeps the whole page as a PNG of each width and colour. A few seconds a page.
