@@ -37,7 +37,7 @@ ANOTHER_MODEL = {  # with another model, or amount of text or training, which th
 
 
 def load(recipe):
-    return load_recipe(recipe, ["backbone.pretrained=FOLDER"] if recipe.stem in ("sst2", "rte") else [])
+    return load_recipe(recipe, ["backbone.pretrained=FOLDER"] if recipe.stem.endswith(("sst2", "rte")) else [])
 
 
 def row_of(recipe, name):
