@@ -1,30 +1,13 @@
-"""One tool, one sentence encoder: `python encode.py PEER make|use MODEL TEXTS FOLDER`, with the Python of its environment.
+"""Tools that make a sentence encoder smaller, and how each is called (one_tool.py says with what)."""
 
-It needs that tool alone. `make` writes a smaller encoder to FOLDER/model from MODEL and, where the tool learns, from the texts of
-TEXTS/learnt.json; `use` opens it in a new process and encodes those of TEXTS/asked.json. Both write make.json or use.json
-there. `encoders.py` calls this.
-"""
-
-import json
-import os
-import re
-import statistics
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", CUDA_VISIBLE_DEVICES="")
-
-import numpy as np
-
-Encode = Callable[[list[str]], Any]
-ONE_BY_ONE, FIRST = 300, 64  # texts that are timed, each alone; texts encoded before and after saving
+import one_tool
+from one_tool import Answer, Peer, compressed
 
 
-def _whole(model: str, texts: list[str], out: Path) -> Encode:
+def _whole(model: str, texts: list[str], out: Path) -> Answer:
     from sentence_transformers import SentenceTransformer
 
     whole = SentenceTransformer(model, device="cpu")
@@ -32,7 +15,7 @@ def _whole(model: str, texts: list[str], out: Path) -> Encode:
     return whole.encode
 
 
-def _hf_freeze_int8(model: str, texts: list[str], out: Path) -> Encode:
+def _hf_freeze_int8(model: str, texts: list[str], out: Path) -> Answer:
     from hf_freeze import runtime
     from hf_freeze.publish.export import export_model
 
@@ -40,20 +23,7 @@ def _hf_freeze_int8(model: str, texts: list[str], out: Path) -> Encode:
     return runtime.open(out)
 
 
-def _hf_freeze(share: str) -> Callable[[str, list[str], Path], Encode]:
-    def make(model: str, texts: list[str], out: Path) -> Encode:
-        from hf_freeze import runtime
-        from hf_freeze.compression import Budget, compress
-
-        made = compress(model, texts=texts, budget=Budget(max_bytes=share), heal=0, out=out.parent / "work")
-        made.after.folder.rename(out)
-        (out.parent / "seconds").write_text(f"{made.seconds}")  # those before a stop, too
-        return runtime.open(out)
-
-    return make
-
-
-def _onnx_int8(model: str, texts: list[str], out: Path) -> Encode:
+def _onnx_int8(model: str, texts: list[str], out: Path) -> Answer:
     from sentence_transformers import SentenceTransformer, export_dynamic_quantized_onnx_model
 
     whole = SentenceTransformer(model, device="cpu", backend="onnx")
@@ -63,7 +33,7 @@ def _onnx_int8(model: str, texts: list[str], out: Path) -> Encode:
     return _open_onnx(out)
 
 
-def _three_layers(model: str, texts: list[str], out: Path) -> Encode:
+def _three_layers(model: str, texts: list[str], out: Path) -> Answer:
     """Layer removal as the documentation has it (layers 1, 3, 5 of 6), then distillation on every sixth text."""
     import torch
     from datasets import Dataset
@@ -95,8 +65,8 @@ def _three_layers(model: str, texts: list[str], out: Path) -> Encode:
     return student.encode
 
 
-def _model2vec(dims: int, stored: str) -> Callable[[str, list[str], Path], Encode]:
-    def make(model: str, texts: list[str], out: Path) -> Encode:
+def _model2vec(dims: int, stored: str) -> Callable[[str, list[str], Path], Answer]:
+    def make(model: str, texts: list[str], out: Path) -> Answer:
         from model2vec.distill import distill
 
         static = distill(model, pca_dims=dims, quantize_to=stored)
@@ -106,51 +76,48 @@ def _model2vec(dims: int, stored: str) -> Callable[[str, list[str], Path], Encod
     return make
 
 
-def _open_sentences(folder: Path) -> Encode:
+def _open_sentences(folder: Path) -> Answer:
     from sentence_transformers import SentenceTransformer
 
     return SentenceTransformer(str(folder), device="cpu").encode
 
 
-def _open_onnx(folder: Path) -> Encode:
+def _open_onnx(folder: Path) -> Answer:
     from sentence_transformers import SentenceTransformer
 
     names = {"file_name": "onnx/model_int8.onnx", "provider": "CPUExecutionProvider"}
     return SentenceTransformer(str(folder), device="cpu", backend="onnx", model_kwargs=names).encode
 
 
-def _open_runtime(folder: Path) -> Encode:
+def _open_runtime(folder: Path) -> Answer:
     from hf_freeze import runtime
 
     return runtime.open(folder)
 
 
-def _open_static(folder: Path) -> Encode:
+def _open_static(folder: Path) -> Answer:
     from model2vec import StaticModel
 
     return StaticModel.from_pretrained(str(folder)).encode
 
 
-@dataclass(frozen=True)
-class Peer:
-    title: str
-    make: Callable[[str, list[str], Path], Encode]
-    open: Callable[[Path], Encode]
-    environment: str = ""  # none: the environment that runs encoders.py
-    learns: bool = False
-
-
 ENVIRONMENTS = {
-    "sentence-transformers": ["torch==2.13.0", "sentence-transformers[onnx]==6.2.0", "datasets", "accelerate"],
+    "sentence-transformers": ["torch==2.13.0", "sentence-transformers[onnx]==5.7.0", "datasets", "accelerate"],
     "model2vec": ["torch==2.13.0", "model2vec[distill,quantization]"],
 }
 _ST, _M2V = "sentence-transformers", "model2vec"
 PEERS = {
     "whole": Peer("the model, sentence-transformers", _whole, _open_sentences, _ST),
     "hf_freeze-int8": Peer("hf_freeze, int8 in ONNX", _hf_freeze_int8, _open_runtime),
-    "hf_freeze-12": Peer("hf_freeze, `compress --max-bytes 12%`", _hf_freeze("12%"), _open_runtime, learns=True),
-    "hf_freeze-8": Peer("hf_freeze, `compress --max-bytes 8%`", _hf_freeze("8%"), _open_runtime, learns=True),
-    "hf_freeze-5": Peer("hf_freeze, `compress --max-bytes 5%`", _hf_freeze("5%"), _open_runtime, learns=True),
+    "hf_freeze-12": Peer(
+        "hf_freeze, `compress --max-bytes 12%`", compressed("12%", _open_runtime), _open_runtime, learns=True
+    ),
+    "hf_freeze-8": Peer(
+        "hf_freeze, `compress --max-bytes 8%`", compressed("8%", _open_runtime), _open_runtime, learns=True
+    ),
+    "hf_freeze-5": Peer(
+        "hf_freeze, `compress --max-bytes 5%`", compressed("5%", _open_runtime), _open_runtime, learns=True
+    ),
     "onnx-int8": Peer("sentence-transformers, int8 by optimum and ONNX Runtime", _onnx_int8, _open_onnx, _ST),
     "three-layers": Peer(
         "sentence-transformers, 3 of 6 layers, distilled on a sixth of the texts",
@@ -164,47 +131,5 @@ PEERS = {
 }
 
 
-def made(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
-    learnt = json.loads((texts / "learnt.json").read_text()) if peer.learns else []
-    begun = time.perf_counter()
-    encode = peer.make(model, learnt, folder / "model")
-    counted = folder / "seconds"
-    seconds = float(counted.read_text()) if counted.exists() else time.perf_counter() - begun
-    np.save(folder / "first.npy", np.asarray(encode(json.loads((texts / "asked.json").read_text())[:FIRST])))
-    return {"seconds": seconds}
-
-
-def used(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
-    asked = json.loads((texts / "asked.json").read_text())
-    encode = peer.open(folder / "model")
-    encode(asked[:1])
-    times = []
-    for text in asked[:ONE_BY_ONE]:
-        begun = time.perf_counter()
-        encode([text])
-        times.append(time.perf_counter() - begun)
-    facts = {"ms": 1000 * statistics.median(times), "memory": peak_memory()}
-    same = np.array_equal(np.asarray(encode(asked[:FIRST])), np.load(folder / "first.npy"))
-    found = [np.asarray(encode(asked[at : at + FIRST])) for at in range(0, len(asked), FIRST)]
-    np.save(folder / "vectors.npy", np.concatenate(found).astype(np.float32))
-    return facts | {"same": bool(same)}
-
-
-def peak_memory() -> int:
-    """Bytes, of this process alone: `getrusage` would count the one that started it."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
-
-
-def main(name: str, step: str, model: str, texts: Path, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        result = {"make": made, "use": used}[step](PEERS[name], model, texts, folder)
-    except Exception as error:
-        result = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]}
-    (folder / f"{step}.json").write_text(json.dumps(result))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), Path(sys.argv[5]))
+    one_tool.main(PEERS)

@@ -1,0 +1,95 @@
+"""What encode.py and translate.py share: `PEER make|use MODEL TEXTS FOLDER`, a tool's two steps, with the Python of its
+environment.
+
+They need numpy and that tool alone. `make` writes a smaller model to FOLDER/model from MODEL and, where the tool
+learns, from the texts of TEXTS/learnt.json; `use` opens it in a new process, on one core, and answers those of
+TEXTS/asked.json. Both write make.json or use.json there. `side_by_side.py` calls them.
+"""
+
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", CUDA_VISIBLE_DEVICES="")
+
+import numpy as np
+
+Answer = Callable[[list[str]], Any]  # texts -> a vector or a text for each
+ONE_BY_ONE, FIRST = 300, 64  # texts that are timed, each alone; texts answered before and after saving
+
+
+@dataclass(frozen=True)
+class Peer:
+    title: str
+    make: Callable[[str, list[str], Path], Answer]
+    open: Callable[[Path], Answer]
+    environment: str = ""  # none: the environment that runs side_by_side.py
+    learns: bool = False
+
+
+def compressed(
+    share: str, open_folder: Callable[[Path], Answer], heal: int | str = 0
+) -> Callable[[str, list[str], Path], Answer]:
+    """Of hf_freeze: `compress` to a share of the bytes."""
+
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        from hf_freeze.compression import Budget, compress
+
+        made = compress(model, texts=texts, budget=Budget(max_bytes=share), heal=heal, out=out.parent / "work")
+        made.after.folder.rename(out)
+        (out.parent / "seconds").write_text(f"{made.seconds}")  # those before a stop, too
+        return open_folder(out)
+
+    return make
+
+
+def made(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
+    learnt = json.loads((texts / "learnt.json").read_text()) if peer.learns else []
+    begun = time.perf_counter()
+    answer = peer.make(model, learnt, folder / "model")
+    counted = folder / "seconds"
+    seconds = float(counted.read_text()) if counted.exists() else time.perf_counter() - begun
+    np.save(folder / "first.npy", np.asarray(answer(json.loads((texts / "asked.json").read_text())[:FIRST])))
+    return {"seconds": seconds}
+
+
+def used(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
+    if hasattr(os, "sched_setaffinity"):  # ONNX Runtime and OpenVINO do not read OMP_NUM_THREADS
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    asked = json.loads((texts / "asked.json").read_text())
+    answer = peer.open(folder / "model")
+    answer(asked[:1])
+    times = []
+    for text in asked[:ONE_BY_ONE]:
+        begun = time.perf_counter()
+        answer([text])
+        times.append(time.perf_counter() - begun)
+    facts = {"ms": 1000 * statistics.median(times), "memory": peak_memory()}
+    same = np.array_equal(np.asarray(answer(asked[:FIRST])), np.load(folder / "first.npy"))
+    found = [np.asarray(answer(asked[at : at + FIRST])) for at in range(0, len(asked), FIRST)]
+    np.save(folder / "answers.npy", np.concatenate(found))
+    return facts | {"same": bool(same)}
+
+
+def peak_memory() -> int:
+    """Bytes, of this process alone: `getrusage` would count the one that started it."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def main(peers: dict[str, Peer]) -> None:
+    name, step, model, texts, folder = *sys.argv[1:4], Path(sys.argv[4]), Path(sys.argv[5])
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        result = {"make": made, "use": used}[step](peers[name], model, texts, folder)
+    except Exception as error:
+        result = {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]}
+    (folder / f"{step}.json").write_text(json.dumps(result))

@@ -1,0 +1,226 @@
+"""A model made smaller by each tool: what it then scores, weighs, and takes.
+
+    python benchmarks/peers/side_by_side.py encoder --install --environments FOLDER
+    python benchmarks/peers/side_by_side.py encoder MODEL --data captions --environments FOLDER --keep runs/encoders
+    python benchmarks/peers/side_by_side.py translator MODEL --data multi30k --environments FOLDER --keep runs/translators
+
+Claims: none; the table says what comes of it.
+
+An encoder: the captions train.1.en.gz to train.5.en.gz of the folder are of the same images, a line each. Caption 1
+of each of the last 5,000 images is searched for by its caption 5; tools that learn do so from all captions of the
+other images. A translator: tools that learn do so from train.de.gz, and BLEU is of test_2016_flickr.
+
+Each tool runs in an environment of its own, as its documentation says: once to make the model, and once more, in a
+new process on one core, to open and use it. Columns:
+
+- folder: MB of all files, tokenizer included;
+- the score, and its difference from the model's with a 95 % interval, by a paired bootstrap over what is asked;
+- ms: of a text alone, the median of 300, and its share of the model's; seconds to make it; peak memory of answering these texts;
+- again: whether the new process computes exactly what was computed before saving;
+- lines of code to make it, imports included.
+
+What is done is kept in `--keep`: the command continues where it stopped. The picture front.png has all of them.
+"""
+
+import gzip
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import encode
+import numpy as np
+import translate
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import _shared
+from accepted import install
+from compressed_texts import captions, hits
+from transformers import AutoModel, AutoModelForSeq2SeqLM
+
+from hf_freeze.analysis import compare
+from hf_freeze.io import bytes_of
+from hf_freeze.scores import bleu, bleu_items
+
+HERE, IMAGES = Path(__file__).parent, 5000
+
+
+@dataclass(frozen=True)
+class Kind:
+    tools: ModuleType
+    auto: Any  # the class of transformers that opens the model
+    title: str
+    score: str
+    format: str
+    texts: Callable[[Path], tuple[list[str], list[str]]]  # folder of data -> those to learn from, those that are asked
+    items: Callable[[np.ndarray, Path], np.ndarray]  # answers, folder of data -> (N, k) to sum
+    of_sums: Callable[[np.ndarray], np.ndarray]
+
+
+def every_caption(folder: Path) -> tuple[list[str], list[str]]:
+    every = [captions(folder, number) for number in range(1, 6)]
+    learnt = [line for lines in zip(*(lines[:-IMAGES] for lines in every), strict=True) for line in lines]
+    return learnt, every[0][-IMAGES:] + every[4][-IMAGES:]
+
+
+def found_images(answers: np.ndarray, folder: Path) -> np.ndarray:
+    vectors = answers / np.linalg.norm(answers, axis=1, keepdims=True).clip(1e-9)
+    right = hits(vectors, IMAGES)
+    return np.stack([right, np.ones_like(right)], axis=1)
+
+
+def lines_of(path: Path) -> list[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return file.read().splitlines()
+
+
+KINDS = {
+    "encoder": Kind(
+        encode,
+        AutoModel,
+        "A sentence encoder",
+        "recall@1",
+        ".4f",
+        every_caption,
+        found_images,
+        lambda sums: sums[..., 0] / sums[..., 1],
+    ),
+    "translator": Kind(
+        translate,
+        AutoModelForSeq2SeqLM,
+        "A translator",
+        "BLEU",
+        ".2f",
+        lambda folder: (lines_of(folder / "train.de.gz"), lines_of(folder / "test_2016_flickr.de.gz")),
+        lambda answers, folder: bleu_items(answers.tolist(), lines_of(folder / "test_2016_flickr.en.gz")),
+        bleu,
+    ),
+}
+
+
+def main() -> None:
+    parser = _shared.parser(__doc__, presets=False)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="its folder")
+    parser.add_argument("--data", type=Path, help="folder with the files that are named above")
+    parser.add_argument("--peers", nargs="+", help="some of the tools, by name")
+    parser.add_argument("--install", action="store_true", help="make the environments of the tools, no more")
+    parser.add_argument("--environments", type=Path, default=Path("runs/peers/environments"))
+    parser.add_argument("--keep", type=Path, default=Path("runs/peers"), help="for models and results")
+    options = parser.parse_args()
+    kind = KINDS[options.kind]
+    if options.install:
+        for name, requirements in kind.tools.ENVIRONMENTS.items():
+            install(options.environments / name, requirements)
+        return
+    if options.model is None or options.data is None:
+        parser.error("MODEL and --data are needed, or --install")
+    peers = options.peers or list(kind.tools.PEERS)
+    if unknown := set(peers) - kind.tools.PEERS.keys():
+        parser.error(f"--peers has no {', '.join(sorted(unknown))}; choose from {', '.join(kind.tools.PEERS)}")
+    learnt, asked = kind.texts(options.data)
+    options.keep.mkdir(parents=True, exist_ok=True)
+    for name, some in {"learnt": learnt, "asked": asked}.items():
+        (options.keep / f"{name}.json").write_text(json.dumps(some))
+    if not (options.keep / "plain").exists():
+        plain(options.model, options.keep / "plain", kind.auto)
+    found = {name: run(kind, name, options) for name in dict.fromkeys(["whole", *peers])}
+    rows, points = table(kind, found, options)
+    picture(kind, points, options.keep / "front.png")
+    headings = ["", "folder, MB", kind.score, "difference", "ms", "seconds", "memory, MB", "again", "lines"]
+    summary = f"{len(asked):,} texts asked, {len(learnt):,} to learn from"
+    _shared.report(options, _shared.markdown(headings, rows), summary)
+
+
+def plain(model: str, folder: Path, auto: Any) -> None:
+    """What every tool reads: a model without hf_freeze, and of a tokenizer the name that its class had before transformers 5."""
+    shutil.copytree(model, folder)
+    if not (whole := auto.from_pretrained(model)).config.model_type.startswith("hf_freeze"):
+        return
+    whole.merge().save_pretrained(folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def run(kind: Kind, name: str, options: Any) -> dict[str, Any]:
+    """Both steps of one tool, where they are not done; what they found."""
+    peer, folder, found = kind.tools.PEERS[name], options.keep / name, {}
+    python = options.environments / peer.environment / "bin" / "python" if peer.environment else Path(sys.executable)
+    if not python.exists():
+        raise SystemExit(f"{python} is missing: run this with --install")
+    for step in ("make", "use"):
+        if not (folder / f"{step}.json").exists():
+            print(f"{step} {name}", flush=True)
+            command = [python, kind.tools.__file__, name, step, options.keep / "plain", options.keep, folder]
+            threads = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"} if step == "use" else {}
+            subprocess.run([str(part) for part in command], check=True, env=os.environ | threads)
+        found |= json.loads((folder / f"{step}.json").read_text())
+        if "error" in found:
+            break
+    return found
+
+
+def table(kind: Kind, found: dict[str, dict[str, Any]], options: Any) -> tuple[list[list[str]], dict[str, Any]]:
+    """Rows, and name -> (MB, score, ms)."""
+    items = {
+        name: [kind.items(np.load(options.keep / name / "answers.npy"), options.data)]
+        for name, facts in found.items()
+        if "error" not in facts
+    }
+    differences = {each.row: each for each in compare(items, kind.of_sums, to_first=True)}
+    rows, points = [], {}
+    for name, facts in found.items():
+        peer = kind.tools.PEERS[name]
+        if "error" in facts:
+            rows.append([peer.title, facts["error"], *["–"] * 7])
+            continue
+        score, size = float(kind.of_sums(items[name][0].sum(0))), bytes_of(options.keep / name / "model") / 1e6
+        share = facts["ms"] / found["whole"]["ms"]
+        change = differences.get(name)
+        ends = [change.difference, change.low, change.high] if change else []
+        rows.append(
+            [
+                peer.title,
+                f"{size:.2f}",
+                format(score, kind.format),
+                "{} ({} to {})".format(*(format(end, f"+{kind.format}") for end in ends)) if ends else "",
+                f"{facts['ms']:.2f} ({share:.2f})",
+                f"{facts['seconds']:.0f}",
+                f"{facts['memory'] / 1e6:.0f}",
+                "yes" if facts["same"] else "no",
+                str(len(inspect.getsource(peer.make).splitlines()) - 1),
+            ]
+        )
+        points[name] = (size, score, facts["ms"])
+    return rows, points
+
+
+def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, column, label in zip(axes, (0, 2), ("folder, MB", "ms a text"), strict=True):
+        for (name, point), marker in zip(points.items(), "*osD^vPXhd<>", strict=False):
+            color = "C0" if name.startswith("hf_freeze") else "0.45"
+            title = kind.tools.PEERS[name].title.replace("`", "")
+            axis.scatter(point[column], point[1], color=color, marker=marker, s=60, label=title)
+        axis.set(xscale="log", xlabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(kind.score)
+    handles, titles = axes[0].get_legend_handles_labels()
+    figure.legend(handles, titles, loc="outside right center", fontsize=8, frameon=False)
+    figure.suptitle(f"{kind.title} made smaller: hf_freeze in blue, other tools in grey", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
