@@ -33,6 +33,20 @@ def _onnx_int8(model: str, texts: list[str], out: Path) -> Answer:
     return _open_onnx(out)
 
 
+def _openvino_int8(model: str, texts: list[str], out: Path) -> Answer:
+    """Weights and activations in 8 bits by NNCF, calibrated on as many texts as it takes by default."""
+    from sentence_transformers import SentenceTransformer, export_static_quantized_openvino_model
+
+    whole = SentenceTransformer(model, device="cpu", backend="openvino")
+    whole.save_pretrained(str(out))
+    (some := out.parent / "some").mkdir()
+    (some / "train.txt").write_text("\n".join(texts))
+    export_static_quantized_openvino_model(whole, None, str(out), str(some), "default", "train", "text")
+    for file in (out / "openvino").glob("openvino_model.*"):
+        file.unlink()
+    return _open_openvino(out)
+
+
 def _three_layers(model: str, texts: list[str], out: Path) -> Answer:
     """Layer removal as the documentation has it (layers 1, 3, 5 of 6), then distillation on every sixth text."""
     import torch
@@ -89,6 +103,13 @@ def _open_onnx(folder: Path) -> Answer:
     return SentenceTransformer(str(folder), device="cpu", backend="onnx", model_kwargs=names).encode
 
 
+def _open_openvino(folder: Path) -> Answer:
+    from sentence_transformers import SentenceTransformer
+
+    names = {"file_name": "openvino/openvino_model_qint8_quantized.xml"}
+    return SentenceTransformer(str(folder), device="cpu", backend="openvino", model_kwargs=names).encode
+
+
 def _open_runtime(folder: Path) -> Answer:
     from hf_freeze import runtime
 
@@ -103,6 +124,10 @@ def _open_static(folder: Path) -> Answer:
 
 ENVIRONMENTS = {
     "sentence-transformers": ["torch==2.13.0", "sentence-transformers[onnx]==5.7.0", "datasets", "accelerate"],
+    "openvino": [
+        *("torch==2.13.0", "sentence-transformers==5.7.0", "datasets<5"),
+        *("optimum-intel[openvino]==2.2.0", "nncf==3.4.0", "transformers==4.57.6"),
+    ],
     "model2vec": ["torch==2.13.0", "model2vec[distill,quantization]"],
 }
 _ST, _M2V = "sentence-transformers", "model2vec"
@@ -119,6 +144,9 @@ PEERS = {
         "hf_freeze, `compress --max-bytes 5%`", compressed("5%", _open_runtime), _open_runtime, learns=True
     ),
     "onnx-int8": Peer("sentence-transformers, int8 by optimum and ONNX Runtime", _onnx_int8, _open_onnx, _ST),
+    "openvino-int8": Peer(
+        "sentence-transformers, int8 by NNCF and OpenVINO", _openvino_int8, _open_openvino, "openvino", learns=True
+    ),
     "three-layers": Peer(
         "sentence-transformers, 3 of 6 layers, distilled on a sixth of the texts",
         _three_layers,

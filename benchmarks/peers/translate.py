@@ -11,7 +11,8 @@ LONGEST = 100  # tokens of a translation
 
 def _generate(model: Any, tokenizer: Any) -> Answer:
     def answer(texts: list[str]) -> list[str]:
-        ids = model.generate(**tokenizer(texts, return_tensors="pt", padding=True), num_beams=1, max_new_tokens=LONGEST)
+        given = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
+        ids = model.generate(**given, num_beams=1, max_new_tokens=LONGEST)
         return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     return answer
@@ -130,8 +131,8 @@ def _open_openvino(folder: Path) -> Answer:
 
 
 ENVIRONMENTS = {
-    "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0"],
-    "openvino": ["torch==2.13.0", "optimum-intel[openvino,nncf]==1.27.0"],
+    "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6"],
+    "openvino": ["torch==2.13.0", "optimum-intel[openvino]==2.2.0", "nncf==3.4.0", "transformers==4.57.6"],
     "ctranslate2": ["torch==2.13.0", "ctranslate2==4.8.5", "transformers==4.57.6"],
 }
 PEERS = {
