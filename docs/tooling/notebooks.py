@@ -2,6 +2,9 @@
 
 They run in an empty folder, so that nothing is resumed. What differs between machines and times is removed, so that a diff shows
 what has changed in the results. `page_of` makes a page of the site from one.
+
+`sentence_encoder_of_11_mb.ipynb` keeps the outputs of all-MiniLM-L6-v2 and the captions of Multi30k: set CAPTIONS, and MODEL
+without a network, before it is executed here. Without CAPTIONS, it runs on stand-ins, whose outputs a test refuses.
 """
 
 import json
