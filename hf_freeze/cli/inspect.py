@@ -58,7 +58,7 @@ def inspect(
 def _short(value: Any) -> str:
     from hf_freeze.publish.cards import shortened
 
-    return str(shortened(value)) if isinstance(value, list) else repr(value)
+    return str(shortened(value)) if isinstance(value, (list, dict)) else repr(value)
 
 
 def _modes(model: Any) -> tuple[str, ...]:

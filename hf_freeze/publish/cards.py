@@ -28,6 +28,7 @@ from hf_freeze.run_folder import commands_of, run_folder
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 COMPRESSION = "hf_freeze_compression.json"  # beside a model that `hf-freeze compress` made
 TRIMMING = "hf_freeze_trimming.json"  # in a folder that `trim_model` wrote: sizes before and after
+UNNAMED = "REPO_ID"  # in a card that is written before its repository has a name
 PICTURES = ("report.png",)  # in the folder of the grid that a run belongs to
 _TAGS = {  # our name of a task -> the Hub's
     "seq2seq-lm": "translation",
@@ -148,7 +149,7 @@ def model_card(
     model = empty_model(source.model) if model is None else model
     is_variant, task = isinstance(model, VariantMixin), task_of(model)
     remote_code = is_variant and (remote_code or has_remote_code(model.config))
-    name, settings = repo_id or "REPO_ID", source.settings or {}
+    name, settings = repo_id or UNNAMED, source.settings or {}
     trained_on = list(datasets) or ([settings["data"]["hub"]] if "hub" in settings.get("data", {}) else [])
     results = _results(source, task, trained_on)
     tags = dict.fromkeys(method["method"].replace("_", "-") for method in model.config.methods) if is_variant else {}
@@ -189,7 +190,10 @@ def model_card(
 
 
 def shortened(value: Any) -> Any:
-    """A long list, such as the ids of a vocabulary, as a string with its first and last values; other values are unchanged."""
+    """A long list, such as the ids of a vocabulary, as a string with its first and last values, also in dicts; other values are
+    unchanged."""
+    if isinstance(value, dict):
+        return {name: shortened(inner) for name, inner in value.items()}
     is_long = isinstance(value, list) and len(value) > 20
     return f"{value[:3]} ... {value[-1:]} ({len(value)})".replace("] ... [", ", ..., ") if is_long else value
 

@@ -19,7 +19,7 @@ from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
 from hf_freeze.model.native_code import write_remote_code
 from hf_freeze.model.remote_code import has_remote_code
-from hf_freeze.publish.cards import TrainedModel, model_card, published_record, read_trained_model
+from hf_freeze.publish.cards import UNNAMED, TrainedModel, model_card, published_record, read_trained_model
 
 _HTTPError: Any = HfHubHTTPError.__bases__[0]  # HTTPError of httpx, or of httpx2 from huggingface_hub 2 on
 _NOT_PUBLISHED = (
@@ -103,8 +103,11 @@ def assemble(
     shutil.copytree(source.model, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_PUBLISHED))
     write_record(source, target)
     remote_code = isinstance(model, VariantMixin) and (remote_code or has_remote_code(model.config))
-    if not (target / "README.md").exists():
-        model_card(source, repo_id, model=model, remote_code=remote_code, **card_options).save(target / "README.md")
+    readme = target / "README.md"
+    if not readme.exists():
+        model_card(source, repo_id, model=model, remote_code=remote_code, **card_options).save(readme)
+    elif repo_id is not None:  # `hf-freeze card` without --repo-id leaves the name open
+        readme.write_text(readme.read_text(encoding="utf-8").replace(UNNAMED, repo_id), encoding="utf-8")
     if remote_code:
         write_remote_code(target, model)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import huggingface_hub.constants
 import pytest
 from support import ROOT
-from support.pages import Block, blocks_of, check_page, is_worked_example
+from support.pages import Block, blocks_of, check_page, is_worked_example, walk
 from support.recipes import TINY, write_recipe
 from transformers import BertConfig, BertForSequenceClassification, MarianConfig, MarianMTModel
 
@@ -18,11 +18,18 @@ from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.load import load_recipe
 from hf_freeze.lab.runs.execute import execute
 
+TOURS = ROOT / "docs" / "tour.md"
 PAGES = {
     str(page.relative_to(ROOT)): page
     for pattern in ("*.md", "docs/**/*.md", "recipes/**/*.md", "model_cards/**/*.md")
     for page in sorted(ROOT.glob(pattern))
-    if "```" in page.read_text(encoding="utf-8")
+    if "```" in page.read_text(encoding="utf-8") and page != TOURS
+}
+LESS = {  # what the tours say -> what is run here, in seconds
+    "hf-freeze run ": "hf-freeze run --smoke --set data.limit=100 --set data.builtin.test=40 ",
+    "train=2000": "train=200",
+    "--heal 0": "--heal 0 --samples 32",
+    "--data freeze_ablation": "--data freeze_ablation --set data.limit=20",
 }
 TRANSLATOR = re.compile(r"Helsinki-NLP/[\w-]+")
 CLASSIFIER = re.compile(r"textattack/bert-base-uncased-SST-2|(?<!/)bert-base-uncased")
@@ -140,6 +147,33 @@ def test_the_blocks_of_a_page_work(name, place):
     if name == "docs/reference/commands.md":  # made from --help; the guides run these commands, here they are only read
         blocks = [replace(block, code=re.sub(r"\bruns/\S+", "MODEL", block.code)) for block in blocks]
     check_page(blocks, place("".join(block.code for block in blocks)))
+
+
+def tours():
+    """Name of each tour -> its blocks, after those of the beginning, which all share."""
+    found, shared = {}, []
+    lines = TOURS.read_text(encoding="utf-8").splitlines()
+    names = {number: line[3:] for number, line in enumerate(lines, start=1) if line.startswith("## ")}
+    for block in blocks_of(TOURS):
+        name = next((names[number] for number in sorted(names, reverse=True) if number < block.line), "")
+        (found.setdefault(name, list(shared)) if name else shared).append(block)
+    return found
+
+
+@pytest.mark.parametrize("name", ["The researcher", "The engineer", "The maintainer"])
+def test_a_tour_runs_by_itself_from_its_first_block_to_its_last(name, place):
+    printed = walk(tours()[name], place(""), LESS)
+    if name == "The researcher":
+        assert re.search(r"ffn +│ +16 │ +0 │", "".join(printed))  # of `diff`: the merged FFNs are those of the seed
+    if name == "The maintainer":  # what users of the variant and of the merged model read
+        variant, merged = (text.strip().splitlines()[-1] for text in printed[-2:])
+        assert merged == f"{variant} False"
+
+
+def test_every_tour_has_four_to_six_steps_and_is_run():
+    assert list(tours()) == ["The researcher", "The engineer", "The maintainer"]
+    for part in re.split(r"^## ", TOURS.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        assert re.findall(r"^### (\d)\.", part, re.MULTILINE) in [list("1234"), list("12345"), list("123456")]
 
 
 FAULTS = {

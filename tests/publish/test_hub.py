@@ -30,7 +30,7 @@ from hf_freeze.lab.recipes.load import load_recipe
 from hf_freeze.lab.runs.grid import run_grid
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
-from hf_freeze.publish.cards import model_card, read_trained_model
+from hf_freeze.publish.cards import model_card, read_trained_model, shortened
 from hf_freeze.publish.hub import assemble, check_whole, push, push_model
 from hf_freeze.publish.trimming import trim_model
 
@@ -119,6 +119,24 @@ def test_a_card_says_what_the_run_left_and_nothing_else(grid):
     rounded = {f"{float(n):.{d}f}" for n in re.findall(r"\d+\.\d+", known) for d in (1, 2)} | {"2010.11859", "2.1"}
     versions = set(re.findall(r"\d+\.\d+", json.dumps(record["environment"]) + json.dumps(record["signatures"])))
     assert set(re.findall(r"\d+\.\d+", card.text)) <= rounded | versions
+
+
+def test_a_card_that_was_written_without_a_name_gets_that_of_the_repository(grid, loopback, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(grid / "row-2.1-seed-1" / "model", folder)
+    model_card(read_trained_model(folder)).save(folder / "README.md")
+    push(folder, "me/named")
+    card = ModelCard.load("me/named")
+    assert card.data.model_name == "me/named"
+    assert "# me/named\n" in card.text
+    assert 'model="me/named"' in card.text
+    assert "REPO_ID" not in str(card)
+
+
+def test_long_lists_of_a_card_are_shortened_in_dicts_too():
+    kept = {"decoder.0.ffn": list(range(40)), "decoder.1.ffn": [3, 5]}
+    assert shortened({"keep": kept}) == {"keep": {"decoder.0.ffn": "[0, 1, 2, ..., 39] (40)", "decoder.1.ffn": [3, 5]}}
+    assert kept["decoder.0.ffn"] == list(range(40))
 
 
 def test_other_seeds_and_folders_of_this_machine(grid, tmp_path):

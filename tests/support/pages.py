@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ import yaml
 
 from hf_freeze.cli import app
 from hf_freeze.lab.recipes.load import load_recipe
+from hf_freeze.publish.cards import read_trained_model
+from hf_freeze.publish.hub import assemble
 from support import ROOT
-from support.processes import new_process
+from support.processes import new_process, printed_by
 from support.recipes import cli
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]+")  # MODEL, DIRECTORY: the reader puts in a name
@@ -90,6 +92,40 @@ def check_page(blocks: list[Block], folder: Path) -> None:
             raise AssertionError(f"{block.place}: no check for {block.language!r}")
 
 
+def walk(blocks: list[Block], folder: Path, less: dict[str, str]) -> list[str]:
+    """Run a tour in `folder`, the working directory, as a reader does: every block in its order, every command. What its commands
+    print.
+
+    `less`: what the blocks say -> what is run instead of it, so that a test takes seconds. Nothing is sent to a Hub: a push
+    writes what it would publish to the folder of that name.
+    """
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    printed = []
+    for block in blocks:
+        code = block.code
+        for said, run in less.items():
+            code = code.replace(said, run)
+        if block.language == "python":
+            _run_python(replace(block, code=code), namespace)
+            continue
+        _check_shell(block, folder, run=False)  # as it stands: every option and name
+        printed += [_run(words, folder) for line in code.splitlines() for words in _commands(line)]
+    return printed
+
+
+def _run(words: list[str], folder: Path) -> str:
+    program, *arguments = [
+        match for word in words for match in (sorted(map(str, folder.glob(word))) if "*" in word else [word])
+    ]
+    if [program, arguments[0]] == ["python", "-c"]:
+        return printed_by(arguments[1], folder=folder)
+    if [program, arguments[0]] == ["hf-freeze", "push"]:
+        assemble(read_trained_model(folder / arguments[1]), folder / arguments[2], arguments[2])
+    elif program == "hf-freeze":
+        return cli(*arguments).output
+    return ""
+
+
 # -- Python ------------------------------------------------------------------------------------------------------------------
 
 
@@ -106,12 +142,12 @@ def _run_python(block: Block, namespace: dict[str, Any]) -> None:
 # -- commands ----------------------------------------------------------------------------------------------------------------
 
 
-def _check_shell(block: Block, folder: Path) -> None:
+def _check_shell(block: Block, folder: Path, run: bool = True) -> None:
     joined = block.code.replace("\\\n", " ")
     for line in joined.splitlines():
         for words in _commands(line):
             try:
-                _check_command(words, folder)
+                _check_command(words, folder, run)
             except Exception as error:
                 raise AssertionError(f"{block.place}: {shlex.join(words)}: {error!r}") from error
 
@@ -140,13 +176,16 @@ def _commands(line: str) -> list[list[str]]:
     return [command for command in commands if command]
 
 
-def _check_command(words: list[str], folder: Path) -> None:
+def _check_command(words: list[str], folder: Path, run: bool) -> None:
     program, *arguments = words
     assert program in _PROGRAMS, f"choose from {sorted(_PROGRAMS)}, or say here how to check {program!r}"
+    if program == "hf-freeze" and not run:
+        _check_ours(arguments, folder, run=False)
+        return
     _PROGRAMS[program](arguments, folder)
 
 
-def _check_ours(arguments: list[str], folder: Path) -> None:
+def _check_ours(arguments: list[str], folder: Path, run: bool = True) -> None:
     name = arguments[0]
     if not name.startswith("--"):
         commands = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
@@ -155,7 +194,7 @@ def _check_ours(arguments: list[str], folder: Path) -> None:
             _load_recipe_of_command(context.params)
     if "--harness" in arguments and find_spec("lm_eval") is None:
         return
-    if name in _RUN_FOR_REAL and not any(map(_PLACEHOLDER.fullmatch, arguments)):
+    if run and name in _RUN_FOR_REAL and not any(map(_PLACEHOLDER.fullmatch, arguments)):
         cli(*arguments)
 
 
@@ -174,6 +213,9 @@ def _check_launcher(arguments: list[str], folder: Path) -> None:
 
 def _check_python(arguments: list[str], folder: Path) -> None:
     script, *options = arguments
+    if script == "-c":
+        compile(options[0], "-c", "exec")
+        return
     source = (folder / script).read_text(encoding="utf-8")
     for option in options:
         assert not option.startswith("-") or f'"{option}"' in source, f"{script} takes no {option}"
@@ -190,7 +232,8 @@ def _check_pip(arguments: list[str], folder: Path) -> None:
         elif word == "-e":
             path, _, extra = next(options).rstrip("]").partition("[")
             assert path == ".", path
-            assert not extra or re.search(rf"^{extra} = \[", project, re.MULTILINE), f"no extra {extra!r}"
+            for name in filter(None, extra.split(",")):
+                assert re.search(rf"^{name} = \[", project, re.MULTILINE), f"no extra {name!r}"
         elif word == "--index-url":
             next(options)
         elif word == "--no-deps" or re.search(rf'^serve = \[.*"{re.escape(word)}>=', project, re.MULTILINE):

@@ -52,7 +52,7 @@ def score(
     `--perplexity`, windows of a text for causal language models. The interval covers the choice of texts, samples or
     windows, which all folders share. It does not cover another training.
 
-    Example: hf-freeze score runs/served/row-0-seed-1/model small/served --data served
+    Example: hf-freeze score runs/served/row-0-seed-1/model small/engine/served-* --data served
 
     Example: hf-freeze score MODEL small --harness hellaswag,sentences.yaml --limit 200
 
