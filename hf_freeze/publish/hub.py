@@ -49,7 +49,8 @@ def push(
     push can be repeated. A README.md beside the model becomes the card; otherwise a card is written from the record of the run.
     `private` applies to a new repository. `revision`: a branch, created if it is missing. `card_options` go to `model_card`.
 
-    Raises ValueError if the folder has no complete model, and OSError if the Hub cannot be reached or refuses the push.
+    Raises ValueError if the folder has no complete model or `card_options` meet a card, and OSError if the Hub cannot be reached or
+    refuses the push.
     """
     source = read_trained_model(Path(folder))
     finish_model(source.model)
@@ -96,10 +97,14 @@ def assemble(
     """Write all files of the repository to `target`.
 
     `remote_code`: with the code that loads a variant with `trust_remote_code`, which a folder that has it keeps in any case.
-    Raises ValueError if the model is incomplete.
+    Raises ValueError if the model is incomplete, and for options of a card if there is one already.
     """
     model = empty_model(source.model)
     check_whole(source.model, model)
+    given = [name for name, value in card_options.items() if value]
+    if given and (source.model / "README.md").exists():
+        card, names = source.model / "README.md", ", ".join(given)
+        raise ValueError(f"{card} is the card, so {names} would change nothing: write them there, or remove it")
     shutil.copytree(source.model, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_PUBLISHED))
     write_record(source, target)
     remote_code = isinstance(model, VariantMixin) and (remote_code or has_remote_code(model.config))

@@ -224,6 +224,8 @@ def test_a_card_of_ones_own_is_taken(grid, tmp_path, loopback):
     path.write_text(path.read_text() + "\nWritten by hand.\n")
     push(tmp_path / "run", "me/own")
     assert (loopback.folder / "me/own/main/README.md").read_text().endswith("Written by hand.\n")
+    with pytest.raises(ValueError, match=r"README.md is the card, so language, license would change nothing"):
+        push(tmp_path / "run", "me/own", language=["de"], license="mit")
 
 
 def test_the_command_line_pushes_to_a_branch(grid, loopback):
