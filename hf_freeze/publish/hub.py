@@ -49,8 +49,8 @@ def push(
     push can be repeated. A README.md beside the model becomes the card; otherwise a card is written from the record of the run.
     `private` applies to a new repository. `revision`: a branch, created if it is missing. `card_options` go to `model_card`.
 
-    Raises ValueError if the folder has no complete model or `card_options` meet a card, and OSError if the Hub cannot be reached or
-    refuses the push.
+    Raises ValueError if the folder has no complete model or `card_options` meet a card, and OSError if the Hub cannot be
+    reached or refuses the push.
     """
     source = read_trained_model(Path(folder))
     finish_model(source.model)
