@@ -114,6 +114,7 @@ def rows_of(compression: Compression) -> list[dict[str, str]]:
     return [original, _row(f"whole, in {engine}", whole), *smaller]
 
 
+_HARDLY = 0.5  # a fidelity below which a reader is warned
 _FIDELITY, _DIFFERENCE = "fidelity (95 %)", "points to the model (95 %)"
 
 
@@ -148,6 +149,8 @@ def sentences(compression: Compression, result: Compressed) -> list[str]:
     low, high = after.fidelity.intervals["score"]
     interval = f"95 % interval {low:.4f} to {high:.4f}"
     lines.append(f"Fidelity to the original: {after.fidelity.score:.4f} ({interval}), on {compared}.")
+    if after.fidelity.score < _HARDLY:
+        lines.append("Hardly anything of the original is left: give more bytes or time, more texts, or longer healing.")
     if score is not None:
         change = f"{score.difference:+.1f} points (95 % interval {score.low:+.1f} to {score.high:+.1f})"
         before, now = score.shown(score.original), score.shown(score.value)
@@ -192,25 +195,37 @@ def picture(compression: Compression, parts: Sequence[tuple[str, float, str]]) -
     axes: Any
     axes, bars = figure.subplots(1, 2, width_ratios=[3, 2])
     unit, name = _unit(compression.original.bytes)
+    served = [compression.whole, *compression.results]
+    writes = any(one is not None and one.fidelity.kl is None and one.fidelity.cosine is None for one in served)
+    tried = axes.twinx() if writes and compression.tried else axes  # texts are compared otherwise than probabilities
     whole, after = (
         [(one.bytes, one.fidelity.distance) for one in some if one is not None]
         for some in ([compression.whole], compression.results)
     )
-    for points, marker, color, label in (
-        (whole, "s", _BLUE, "the whole model in the engine"),
-        ([(one.bytes, one.loss) for one in compression.tried], "o", _ORANGE, "tried, before healing; bytes estimated"),
-        (after, "D", _RED, "compressed, in the engine"),
+    for plot, points, marker, color, label in (
+        (axes, whole, "s", _BLUE, "the whole model in the engine"),
+        (
+            tried,
+            [(one.bytes, one.loss) for one in compression.tried],
+            "o",
+            _ORANGE,
+            "tried in PyTorch, not healed; bytes estimated",
+        ),
+        (axes, after, "D", _RED, "compressed, in the engine"),
     ):
         if points:
             sizes, losses = zip(*points, strict=True)
-            axes.plot([size / unit for size in sizes], losses, marker, color=color, markersize=9, label=label)
+            plot.plot([size / unit for size in sizes], losses, marker, color=color, markersize=9, label=label)
     if compression.budget.max_bytes:
         axes.axvline(compression.budget.max_bytes / unit, color=_GREY, linestyle="--", label="budget")
     axes.set(xlabel=f"size of the served folder, {name}", ylabel="distance from the original (lower is better)")
-    axes.margins(0.1)
-    axes.set(xlim=(0, None), ylim=(0, None))
+    for plot in {axes, tried}:
+        plot.margins(0.1)
+        plot.set(xlim=(0, None), ylim=(0, None))
+    if tried is not axes:
+        tried.set_ylabel("distance of probabilities, of those tried", color=_ORANGE)
     axes.grid(alpha=0.4)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8)
+    figure.legend(loc="outside lower left", ncols=2, fontsize=8)
     names = [part[0] for part in parts]
     bars.barh(names, [100.0] * len(parts), color="#cccccc", height=0.6)
     bars.barh(names, [100 * part[1] for part in parts], color=_BLUE, height=0.6)

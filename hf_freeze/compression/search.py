@@ -89,7 +89,7 @@ class Search:
         within = f" within {budget.limit('ms')}" if budget.limits_time and not late else ""
         raise ValueError(
             f"the budget of {budget.limit('ms' if late else 'bytes')} is out of reach: the smallest shape{within} "
-            f"({self._original.words(shape)}) needs about {shown}; give it at least that"
+            f"({self._original.words(shape)}) needs about {shown}; give it at least that, and more to keep what the model does"
         )
 
     def _chosen(self, limits: tuple[float, float | None], ways: Sequence[str]) -> tuple[Shape, str] | None:

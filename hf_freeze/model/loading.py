@@ -20,8 +20,12 @@ from hf_freeze.model.tokenizers import load_tokenizer as load_tokenizer
 
 
 def check_exists(name: str | os.PathLike[str]) -> None:
-    """Raise FileNotFoundError if `name` is not a folder and cannot be a Hub id, such as `./missing` or `a/b/c`."""
-    if Path(name).exists():
+    """Raise FileNotFoundError if `name` is not a folder and cannot be a Hub id, such as `./missing` or `a/b/c`, or is the folder
+    of a grid or of a run, which has models below."""
+    if (folder := Path(name)).exists():
+        below = sorted({*folder.glob("*/config.json"), *folder.glob("*/model/config.json")})
+        if below and not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{name} has no config.json; name the folder of a model, such as {below[0].parent}")
         return
     try:
         validate_repo_id(os.fspath(name))

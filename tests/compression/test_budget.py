@@ -4,12 +4,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hf_freeze.compression import engine
 from hf_freeze.compression.budget import Budget, in_bytes, read_bytes
 from hf_freeze.compression.phases import Phases
+from hf_freeze.compression.report import picture
+from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.publish.latency import Latency
 
 
@@ -117,3 +120,19 @@ def test_a_budget_is_checked_without_importing_torch():
         "import sys; from hf_freeze.compression import Budget; Budget(max_bytes='30%'); print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("served", "axes"), [({"score": 0.9}, 3), ({"score": 0.9, "kl": 0.1}, 2)], ids=["texts", "probabilities"]
+)
+def test_a_picture_has_an_axis_for_each_measure(served, axes):
+    one = SimpleNamespace(bytes=1000, fidelity=Fidelity(**served))
+    tried = [SimpleNamespace(bytes=800, loss=2.0)]
+    compression = SimpleNamespace(
+        original=SimpleNamespace(bytes=4000), whole=one, results=[one], tried=tried, budget=Budget(max_bytes=1000)
+    )
+    figure = picture(compression, [])
+    assert len(figure.axes) == axes
+    (drawn,) = [plot for plot in figure.axes if any(2.0 in line.get_ydata() for line in plot.lines)]
+    assert drawn.get_ylabel().startswith("distance of probabilities") == (axes == 3)
+    assert len(figure.legends[0].get_texts()) == 4

@@ -596,7 +596,8 @@ def test_a_budget_is_kept_if_it_is_met_or_refused_with_the_nearest(monkeypatch, 
     assert budgets.kept(budgets.Trial(1000, 50, result=done), None)
     assert not budgets.kept(budgets.Trial(999, 50, result=done), None)
     assert not budgets.kept(budgets.Trial(1000, 49, result=done), None)
-    words = "the budget of {} is out of reach: the smallest shape (1 layer) needs about {}; give it at least that"
+    words = "the budget of {} is out of reach: the smallest shape (1 layer) needs about {}; "
+    words += "give it at least that, and more to keep what the model does"
     refused = budgets.Trial(10, 50, refused=words.format("10 B", "1.0 kB"))
     assert (refused.nearest().max_bytes, refused.nearest().percent) == (1001, 50)
     assert budgets.kept(refused, budgets.Trial(1001, result=done))

@@ -57,6 +57,15 @@ def test_make_variant_names_the_missing_folder(name):
         make_variant(name, [methods.Freeze(ffn="frozen")], task="seq2seq-lm")
 
 
+def test_the_folder_of_a_run_is_answered_with_that_of_its_model(tmp_path):
+    (model := tmp_path / "row-0-seed-1" / "model").mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    with pytest.raises(
+        FileNotFoundError, match=rf"row-0-seed-1 has no config.json; name the folder .* such as {model}"
+    ):
+        loading.load_model(model.parent)
+
+
 def test_a_grid_names_the_missing_folder_before_it_runs(tmp_path):
     rows = {"0": TINY["rows"]["0"] | {"backbone": {"pretrained": "./nowhere"}}}
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", rows=rows))
