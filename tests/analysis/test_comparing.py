@@ -136,6 +136,20 @@ def test_a_zero_that_is_none_any_more_is_infinitely_far():
     assert next(each for each in compare(one, other).tensors if each.name == QUERY).relative == math.inf
 
 
+def test_a_parameter_is_compared_with_a_buffer_of_its_name():
+    variant = make_variant(
+        small_config("marian"), [methods.Freeze(ffn="random", seed=1)], task="seq2seq-lm", init="marian"
+    )
+    bias = variant.get_parameter("final_logits_bias")
+    torch.nn.init.normal_(bias)
+    merged = variant.merge()
+    assert dict(merged.named_buffers()).keys() >= {"final_logits_bias"}
+    (found,) = [tensor for tensor in compare(variant, merged).tensors if tensor.name == "final_logits_bias"]
+    assert (found.kind, found.norm) == (SAME, pytest.approx(bias.norm().item()))
+    merged.final_logits_bias += 1
+    assert {tensor.name for tensor in compare(variant, merged).tensors if tensor.kind != SAME} == {"final_logits_bias"}
+
+
 def test_other_architectures_are_refused():
     bert = next(case for case in BASELINES if case.architecture.model_type == "bert")
     with pytest.raises(ValueError, match="cannot compare 'marian' with 'bert'"):

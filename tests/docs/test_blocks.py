@@ -1,6 +1,7 @@
 """Every code block of every page works: Python runs, commands are what the program takes, YAML is a recipe."""
 
 import ast
+import codeop
 import importlib.util
 import re
 import shutil
@@ -168,6 +169,18 @@ def test_a_tour_runs_by_itself_from_its_first_block_to_its_last(name, place):
     if name == "The maintainer":  # what users of the variant and of the merged model read
         variant, merged = (text.strip().splitlines()[-1] for text in printed[-2:])
         assert merged == f"{variant} False"
+
+
+@pytest.mark.parametrize("page", [TOURS, ROOT / "README.md"], ids=lambda page: page.name)
+def test_blocks_can_be_pasted_into_the_prompt_of_python(page):
+    """Before Python 3.13, a line that follows an indented one without an empty line between is an error there."""
+    for block in blocks_of(page):
+        typed = ""
+        for line in [*block.code.splitlines(), ""] if block.language == "python" else []:
+            typed += line + "\n"
+            if codeop.compile_command(typed.removesuffix("\n") if line.strip() else typed) is not None:
+                typed = ""
+        assert not typed.strip(), block.place
 
 
 def test_every_tour_has_four_to_six_steps_and_is_run():
