@@ -205,6 +205,7 @@ def table(kind: Kind, found: dict[str, dict[str, Any]], options: Any) -> tuple[l
 
 def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
@@ -214,8 +215,11 @@ def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
             title = kind.tools.PEERS[name].title.replace("`", "")
             axis.scatter(point[column], point[1], color=color, marker=marker, s=60, label=title)
         axis.set(xscale="log", xlabel=label)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel(kind.score)
+    axes[0].set_ylabel(f"{kind.score} (higher is better)")
     handles, titles = axes[0].get_legend_handles_labels()
     figure.legend(handles, titles, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(f"{kind.title} made smaller: hf_freeze in blue, other tools in grey", fontsize=10)
