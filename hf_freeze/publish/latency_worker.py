@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_freeze import runtime
 from hf_freeze.runtime.folders import mark_of
+from hf_freeze.runtime.sessions import SESSIONS
 
 GENERATING = ("causal-lm", "seq2seq-lm")
 
@@ -60,7 +61,7 @@ def _peak_memory() -> float:
 
 def _open(folder: Path, settings: dict[str, Any]) -> Any:
     mark = mark_of(folder)
-    if mark.get("format") == "onnx":
+    if mark.get("format") in SESSIONS:
         try:
             return _Runtime(folder, mark, settings)
         except ValueError:  # such as a setting of generation that it does not follow

@@ -1,8 +1,8 @@
-"""Answers of exported folders without PyTorch: this package imports numpy, tokenizers and onnxruntime alone.
+"""Answers of exported folders without PyTorch: this package imports numpy, tokenizers, and onnxruntime or openvino alone.
 
 from hf_freeze import runtime
 
-encode = runtime.open("model-onnx-int8")                  # written by hf-freeze export --format onnx
+encode = runtime.open("model-onnx-int8")                  # written by hf-freeze export --format onnx (or openvino)
 encode(["a sentence"])                                    # array (1, 384)
 translate = runtime.open("translator-onnx-int8")
 translate(["Guten Morgen"], num_beams=5)                  # ["good morning"]
@@ -22,6 +22,7 @@ from hf_freeze.runtime.models import Parts
 from hf_freeze.runtime.questions import Answerer as Answerer
 from hf_freeze.runtime.sentences import SentenceEncoder as SentenceEncoder
 from hf_freeze.runtime.sentences import StaticEncoder as StaticEncoder
+from hf_freeze.runtime.sessions import SESSIONS
 from hf_freeze.runtime.settings import Settings as Settings
 from hf_freeze.runtime.writers import Generator as Generator
 from hf_freeze.runtime.writers import Translator as Translator
@@ -44,13 +45,14 @@ def open(
     `Answerer`, `MaskFiller`, `Translator` or `Generator`, by the task that it was exported for.
 
     `threads`: of the engine; None: as many as there are cores. `use_shortlist`: whether a translator that was exported with a
-    shortlist computes only the tokens of it. `engine`: other fields of `onnxruntime.SessionOptions`.
+    shortlist computes only the tokens of it. `engine`: other fields of `onnxruntime.SessionOptions`, or properties
+    of OpenVINO's CPU plugin.
 
     Raises ValueError for a folder that is no export, holds another format or a task that is none of these, or is damaged, for a
     tokenizer or a setting of generation that the runtime does not have, and if a package is missing."""
     place = Path(folder)
-    mark = read_mark(place, ("onnx", "static"), tuple(_CLASSES))
+    mark = read_mark(place, (*SESSIONS, "static"), tuple(_CLASSES))
     if mark["format"] == "static":
         return StaticEncoder(place)
-    options = engine if threads is None else {"intra_op_num_threads": threads} | engine
+    options = engine if threads is None else {SESSIONS[mark["format"]][2]: threads} | engine
     return _CLASSES[mark["task"]](Parts.open(place, mark, use_shortlist=use_shortlist, **options), mark["task"])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hf_freeze.runtime.folders import read_json
-from hf_freeze.runtime.sessions import Session
+from hf_freeze.runtime.sessions import SESSIONS, Session
 from hf_freeze.runtime.shortlists import DECODER, FILE, Shortlist
 from hf_freeze.runtime.tokenizing import Encoded, Tokenizer, check_texts, fitted, open_tokenizer, padded
 
@@ -32,14 +32,15 @@ class Parts:
     def open(cls, folder: Path, mark: Mapping[str, Any], *, use_shortlist: bool = True, **options: Any) -> "Parts":
         """Raises ValueError for a missing part, a file that cannot be opened, and a model that reads no text."""
         names = ("encoder", "decoder") if mark["task"] == "seq2seq-lm" else ("model",)
+        ending, session, _ = SESSIONS[mark["format"]]
         shortlist = Shortlist.load(folder / FILE) if use_shortlist and (folder / FILE).is_file() else None
-        files = {name: folder / f"{name}.onnx" for name in names}
+        files = {name: folder / f"{name}{ending}" for name in names}
         if shortlist is not None:
-            files["decoder"] = folder / f"{DECODER}.onnx"
+            files["decoder"] = folder / f"{DECODER}{ending}"
         for path in files.values():
             if not path.is_file():
                 raise ValueError(f"{folder} lacks the part {path.stem}; export it again")
-        sessions = {name: Session(path, **options) for name, path in files.items()}
+        sessions = {name: session(path, **options) for name, path in files.items()}
         reads = list(sessions[names[0]].shapes)
         if "input_ids" not in reads:
             raise ValueError(f"{folder} reads {', '.join(reads)}, and this runtime texts: open it with transformers")

@@ -1,5 +1,6 @@
-"""Runs a file of ONNX Runtime on the CPU: arrays by name -> arrays by name."""
+"""Runs a file of ONNX Runtime or OpenVINO on the CPU: arrays by name -> arrays by name."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import numpy as np
 
 from hf_freeze.install import how_to_install
 
+NAMES = "names.json"  # of another engine than ONNX Runtime: {"shapes": ..., "outputs": ...}, in or beside the file of the model
 
-class Session:
+
+class OnnxSession:
     """`options` are fields of `onnxruntime.SessionOptions`, such as `intra_op_num_threads`. `shapes`: those of each input, as
     numbers, and names where they vary; `outputs`: their names.
 
@@ -40,3 +43,41 @@ class Session:
         return dict(
             zip(self.outputs, self._session.run(None, {name: inputs[name] for name in self.shapes}), strict=True)
         )
+
+
+class OpenVINOSession:
+    """`options` are properties of OpenVINO's CPU plugin, such as `INFERENCE_NUM_THREADS`; the rest is as in `OnnxSession`. It
+    computes in fp32, unless they say otherwise: its own choice is bf16 where the CPU has it, and to round what it multiplies by
+    stored integers."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        try:
+            import openvino
+        except ImportError as error:
+            raise ValueError(f"openvino needs openvino, which is missing; {how_to_install('openvino')}") from error
+        exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+        settings = exact | {"PERFORMANCE_HINT": "LATENCY"} | options
+        core = openvino.Core()
+        known = core.get_property("CPU", "SUPPORTED_PROPERTIES")
+        if unknown := sorted(settings.keys() - known.keys()):
+            raise ValueError(f"openvino has no setting {unknown[0]!r}; choose from {', '.join(sorted(known))}")
+        try:
+            names = json.loads(path.with_suffix(f".{NAMES}").read_text(encoding="utf-8"))
+            self._run: Any = core.compile_model(core.read_model(path), "CPU", settings)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{path} cannot be opened ({type(error).__name__}); export it again") from error
+        self.shapes: dict[str, list[Any]] = names["shapes"]
+        self.outputs: list[str] = names["outputs"]
+
+    def __call__(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = self._run([inputs[name] for name in self.shapes])
+        return {name: found[place] for place, name in enumerate(self.outputs)}
+
+
+Session = OnnxSession | OpenVINOSession
+SESSIONS: dict[
+    str, tuple[str, type[Session], str]
+] = {  # format -> end of its files, class, and its setting for a number of threads
+    "onnx": (".onnx", OnnxSession, "intra_op_num_threads"),
+    "openvino": (".xml", OpenVINOSession, "INFERENCE_NUM_THREADS"),
+}

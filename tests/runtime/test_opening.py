@@ -121,7 +121,7 @@ def test_folders_that_cannot_be_opened_are_named(encoders, translator, tmp_path)
         ({MARK: b"{"}, "hf_freeze_export.json cannot be read; export the model again"),
         (
             {MARK: json.dumps(mark | {"format": "torch"}).encode()},
-            "holds a seq2seq-lm model for torch, not .* for onnx or static",
+            "holds a seq2seq-lm model for torch, not .* for onnx or openvino or static",
         ),
         (
             {MARK: json.dumps(mark | {"task": "speech-seq2seq"}).encode()},

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.const_fold import split_const_subgraphs
 
 from hf_freeze.publish.export.folders import require
-from hf_freeze.runtime.sessions import Session
-
-NAMES = "names.json"  # within a file of torch.export, and as a suffix beside one of AOTInductor: {"shapes": ..., "outputs": ...}
+from hf_freeze.runtime.sessions import NAMES, SESSIONS, OnnxSession, OpenVINOSession
 
 
 def open_parts(folder: Path, format: str, options: dict[str, Any], without: str = "") -> dict[str, Any]:
@@ -40,11 +38,10 @@ def _alone(runner: Any) -> Any:
 
 def thread_options(format: str | None, threads: int) -> dict[str, int]:
     """The setting of the engine for a number of threads; none where it follows torch."""
-    names = {"onnx": "intra_op_num_threads", "openvino": "INFERENCE_NUM_THREADS"}
-    return {names[format]: threads} if format in names else {}
+    return {SESSIONS[format][2]: threads} if format in SESSIONS else {}
 
 
-class OnnxRunner(Session):
+class OnnxRunner(OnnxSession):
     """Runs a file of ONNX Runtime, on the CPU. `options` are fields of `onnxruntime.SessionOptions`, such as
     `intra_op_num_threads`."""
 
@@ -53,28 +50,12 @@ class OnnxRunner(Session):
         return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
-class OpenVINORunner:
-    """Runs a file of OpenVINO, on the CPU. `options` are its properties, such as `INFERENCE_NUM_THREADS`. It computes in fp32,
-    unless they say otherwise: its own choice is bf16 where the CPU has it, and to round what it multiplies by stored integers."""
+class OpenVINORunner(OpenVINOSession):
+    """Runs a file of OpenVINO, on the CPU. `options` are its properties, such as `INFERENCE_NUM_THREADS`."""
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        openvino = require("openvino", "openvino")
-        exact = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
-        settings = exact | {"PERFORMANCE_HINT": "LATENCY"} | options
-        core = openvino.Core()
-        known = core.get_property("CPU", "SUPPORTED_PROPERTIES")
-        if unknown := sorted(settings.keys() - known.keys()):
-            raise ValueError(f"openvino has no setting {unknown[0]!r}; choose from {', '.join(sorted(known))}")
-        try:
-            names = json.loads(path.with_suffix(f".{NAMES}").read_text(encoding="utf-8"))
-            self._run: Any = core.compile_model(core.read_model(path), "CPU", settings)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ValueError(f"{path} cannot be opened ({type(error).__name__}); export it again") from error
-        self.shapes, self.outputs = names["shapes"], names["outputs"]
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = self._run([inputs[name].contiguous().numpy() for name in self.shapes])
-        return {name: torch.from_numpy(found[place]) for place, name in enumerate(self.outputs)}
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        found = super().__call__({name: inputs[name].contiguous().numpy() for name in self.shapes})
+        return {name: torch.from_numpy(value) for name, value in found.items()}
 
 
 class ProgramRunner:
