@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import one_tool
-from one_tool import Answer, Peer, compressed
+from one_tool import Answer, Peer, compressed, one_thread
 
 
 def _whole(model: str, texts: list[str], out: Path) -> Answer:
@@ -99,21 +99,24 @@ def _open_sentences(folder: Path) -> Answer:
 def _open_onnx(folder: Path) -> Answer:
     from sentence_transformers import SentenceTransformer
 
-    names = {"file_name": "onnx/model_int8.onnx", "provider": "CPUExecutionProvider"}
+    names = {"file_name": "onnx/model_int8.onnx", "provider": "CPUExecutionProvider", "session_options": one_thread()}
     return SentenceTransformer(str(folder), device="cpu", backend="onnx", model_kwargs=names).encode
 
 
 def _open_openvino(folder: Path) -> Answer:
     from sentence_transformers import SentenceTransformer
 
-    names = {"file_name": "openvino/openvino_model_qint8_quantized.xml"}
+    names = {
+        "file_name": "openvino/openvino_model_qint8_quantized.xml",
+        "ov_config": {"INFERENCE_NUM_THREADS": 1},
+    }
     return SentenceTransformer(str(folder), device="cpu", backend="openvino", model_kwargs=names).encode
 
 
 def _open_runtime(folder: Path) -> Answer:
     from hf_freeze import runtime
 
-    return runtime.open(folder)
+    return runtime.open(folder, threads=1)
 
 
 def _open_static(folder: Path) -> Answer:

@@ -34,6 +34,15 @@ class Peer:
     learns: bool = False
 
 
+def one_thread() -> Any:
+    """For ONNX Runtime, which starts a thread for each core of the machine: where it may use one, they wait for each other."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = 1
+    return settings
+
+
 def compressed(
     share: str, open_folder: Callable[[Path], Answer], heal: int | str = 0
 ) -> Callable[[str, list[str], Path], Answer]:
@@ -61,7 +70,7 @@ def made(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
 
 
 def used(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
-    if hasattr(os, "sched_setaffinity"):  # ONNX Runtime and OpenVINO do not read OMP_NUM_THREADS
+    if hasattr(os, "sched_setaffinity"):  # not every engine reads OMP_NUM_THREADS
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     asked = json.loads((texts / "asked.json").read_text())
     answer = peer.open(folder / "model")

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import one_tool
-from one_tool import Answer, Peer, compressed
+from one_tool import Answer, Peer, compressed, one_thread
 
 LONGEST = 100  # tokens of a translation
 
@@ -42,7 +42,7 @@ def _hf_freeze_onnx(model: str, texts: list[str], out: Path) -> Answer:
 def _open_runtime(folder: Path) -> Answer:
     from hf_freeze import runtime
 
-    translate = runtime.open(folder)
+    translate = runtime.open(folder, threads=1)
     return lambda texts: translate(texts, num_beams=1, max_new_tokens=LONGEST, batch_size=len(texts))
 
 
@@ -111,7 +111,8 @@ def _open_optimum(folder: Path) -> Answer:
         for part in ("encoder", "decoder", "decoder_with_past")
         if (folder / f"{part}_model_quantized.onnx").exists()
     }
-    return _generate(ORTModelForSeq2SeqLM.from_pretrained(folder, **names), AutoTokenizer.from_pretrained(folder))
+    model = ORTModelForSeq2SeqLM.from_pretrained(folder, session_options=one_thread(), **names)
+    return _generate(model, AutoTokenizer.from_pretrained(folder))
 
 
 def _openvino(model: str, texts: list[str], out: Path) -> Answer:
@@ -127,7 +128,8 @@ def _open_openvino(folder: Path) -> Answer:
     from optimum.intel import OVModelForSeq2SeqLM
     from transformers import AutoTokenizer
 
-    return _generate(OVModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+    model = OVModelForSeq2SeqLM.from_pretrained(folder, ov_config={"INFERENCE_NUM_THREADS": 1})
+    return _generate(model, AutoTokenizer.from_pretrained(folder))
 
 
 ENVIRONMENTS = {

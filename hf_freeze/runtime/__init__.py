@@ -44,9 +44,9 @@ def open(
     """The model of an exported folder, whose answers a call gives: a `SentenceEncoder`, `StaticEncoder`, `Classifier`, `Tagger`,
     `Answerer`, `MaskFiller`, `Translator` or `Generator`, by the task that it was exported for.
 
-    `threads`: of the engine; None: as many as there are cores. `use_shortlist`: whether a translator that was exported with a
-    shortlist computes only the tokens of it. `engine`: other fields of `onnxruntime.SessionOptions`, or properties
-    of OpenVINO's CPU plugin.
+    `threads`: of the engine; None: as many as there are cores that this process may use. `use_shortlist`: whether a translator
+    that was exported with a shortlist computes only the tokens of it. `engine`: other fields of `onnxruntime.SessionOptions`, or
+    properties of OpenVINO's CPU plugin.
 
     Raises ValueError for a folder that is no export, holds another format or a task that is none of these, or is damaged, for a
     tokenizer or a setting of generation that the runtime does not have, and if a package is missing."""
@@ -54,5 +54,13 @@ def open(
     mark = read_mark(place, (*SESSIONS, "static"), tuple(_CLASSES))
     if mark["format"] == "static":
         return StaticEncoder(place)
+    threads = threads or _fewer_cores()
     options = engine if threads is None else {SESSIONS[mark["format"]][2]: threads} | engine
     return _CLASSES[mark["task"]](Parts.open(place, mark, use_shortlist=use_shortlist, **options), mark["task"])
+
+
+def _fewer_cores() -> int | None:
+    """How many cores this process may use, where they are fewer than the machine has, as in some containers. ONNX Runtime starts
+    a thread for each core of the machine; on fewer, they wait for each other, which took two to four times as long."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    return allowed if allowed is not None and allowed < (os.cpu_count() or 1) else None

@@ -1,6 +1,7 @@
 """What a process of the runtime imports, tokenizers, and the words for folders and inputs that it cannot use."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -184,3 +185,16 @@ def test_inputs_of_another_kind_or_length_are_named(encoders, translator):
                 found(f"[MASK] {long}")
             found(f"[MASK] {long}", truncation=True)
     assert len(runtime.open(translator).token_ids([long], truncation=True)[0]) == 64
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores on Linux"
+)
+def test_an_engine_starts_no_more_threads_than_there_are_cores_for_it(translator):
+    code = (
+        "import os, sys; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from hf_freeze import runtime; "
+        "sessions = runtime.open(sys.argv[1]).parts.sessions.values(); "
+        "print([each._session.get_session_options().intra_op_num_threads for each in sessions])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(translator)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[1, 1]"
