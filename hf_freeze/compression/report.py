@@ -149,7 +149,7 @@ def sentences(compression: Compression, result: Compressed) -> list[str]:
     low, high = after.fidelity.intervals["score"]
     interval = f"95 % interval {low:.4f} to {high:.4f}"
     lines.append(f"Fidelity to the original: {after.fidelity.score:.4f} ({interval}), on {compared}.")
-    if after.fidelity.score < _HARDLY:
+    if after.fidelity.score is not None and after.fidelity.score < _HARDLY:
         lines.append("Hardly anything of the original is left: give more bytes or time, more texts, or longer healing.")
     if score is not None:
         change = f"{score.difference:+.1f} points (95 % interval {score.low:+.1f} to {score.high:+.1f})"
