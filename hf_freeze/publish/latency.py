@@ -3,6 +3,8 @@
 Every folder has a process of its own (`latency_worker`), which opens it and answers texts with tokenizer and search as
 usual: in PyTorch, or folders in ONNX and OpenVINO by `hf_freeze.runtime`, without it. The processes take turns, so that other
 load on the machine hits all of them alike, and a ratio of two folders is one of neighbouring measurements.
+
+    results = measure(["runs/theseus/row-0-seed-1/model", "model-onnx-int8"], texts)
 """
 
 import contextlib
