@@ -54,13 +54,5 @@ def open(
     mark = read_mark(place, (*SESSIONS, "static"), tuple(_CLASSES))
     if mark["format"] == "static":
         return StaticEncoder(place)
-    threads = threads or _fewer_cores()
     options = engine if threads is None else {SESSIONS[mark["format"]][2]: threads} | engine
     return _CLASSES[mark["task"]](Parts.open(place, mark, use_shortlist=use_shortlist, **options), mark["task"])
-
-
-def _fewer_cores() -> int | None:
-    """How many cores this process may use, where they are fewer than the machine has, as in some containers. ONNX Runtime starts
-    a thread for each core of the machine; on fewer, they wait for each other, which took two to four times as long."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    return allowed if allowed is not None and allowed < (os.cpu_count() or 1) else None

@@ -1,6 +1,7 @@
 """Runs a file of ONNX Runtime or OpenVINO on the CPU: arrays by name -> arrays by name."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ class OnnxSession:
         except ImportError as error:
             raise ValueError(f"onnx needs onnxruntime, which is missing; {how_to_install('serve')}") from error
         settings: Any = onnxruntime.SessionOptions()
+        if hasattr(os, "sched_getaffinity") and (allowed := len(os.sched_getaffinity(0))) < (os.cpu_count() or 1):
+            # It would start a thread for each core of the machine; on fewer, as in some containers, they wait for each other,
+            # which took two to four times as long.
+            settings.intra_op_num_threads = allowed
         for name, value in options.items():
             if not hasattr(settings, name):
                 choices = ", ".join(option for option in dir(settings) if not option.startswith("_"))
