@@ -32,7 +32,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 from hf_freeze import make_variant, methods
 from hf_freeze.publish.export import export_model
 from hf_freeze.runtime.decoding import Decoder
-from hf_freeze.runtime.sessions import Session
+from hf_freeze.runtime.sessions import OnnxSession
 
 BAR = 0.7
 LENGTHS = (10, 50, 200)
@@ -106,7 +106,7 @@ def in_onnx(model: Any, folder: Path) -> Decoding:
     model.save_pretrained(folder / "model")
     exported = export_model(folder / "model", "onnx")
     threads = {"intra_op_num_threads": 1, "inter_op_num_threads": 1}
-    encoder, decoder = (Session(exported / f"{part}.onnx", **threads) for part in ("encoder", "decoder"))
+    encoder, decoder = (OnnxSession(exported / f"{part}.onnx", **threads) for part in ("encoder", "decoder"))
 
     def decoding(rows: int, tokens: int) -> Callable[[], object]:
         ids = sources(rows).numpy()

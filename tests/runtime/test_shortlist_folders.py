@@ -8,7 +8,7 @@ from transformers import AutoModelForSeq2SeqLM, BertConfig, BertModel, MarianCon
 
 from hf_freeze import analysis, make_variant, methods, runtime
 from hf_freeze.publish.export import export_model
-from hf_freeze.runtime.sessions import Session
+from hf_freeze.runtime.sessions import OnnxSession
 
 SIZE = 40
 TEXTS = [[5, 6, 7, 8, 1], [9, 10, 1], [11, 5, 5, 1]]
@@ -103,7 +103,7 @@ def test_transformers_opens_the_folder_without_the_shortlist(exported):
 @pytest.mark.parametrize(("kind", "difference"), [(None, 1e-4), ("int8", 0.3)])
 def test_the_logits_of_the_list_are_those_of_the_whole_decoder(exported, kind, difference):
     folder, random, tokens = exported[1][kind], np.random.default_rng(0), np.array([2, 3, 17, 31, 39])
-    whole, part = (Session(folder / f"{name}.onnx") for name in ("decoder", "decoder_shortlist"))
+    whole, part = (OnnxSession(folder / f"{name}.onnx") for name in ("decoder", "decoder_shortlist"))
     feed = {"input_ids": random.integers(SIZE, size=(3, 2)), "encoder_attention_mask": np.ones((3, 4), np.int64)}
     for name, shape in whole.shapes.items():
         if name.startswith("past"):
