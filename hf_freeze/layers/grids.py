@@ -13,6 +13,7 @@ https://arxiv.org/abs/1902.08153, equation 3).
 Shapes: O outputs, I inputs, G groups, N tokens.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,7 +231,7 @@ def integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     On a CPU by torch's product of integers. On other devices, and where that is not exact, by fp32 products of blocks of
     columns so short that fp32 holds every sum.
     """
-    if is_traced() or (x.device.type == "cpu" and _INTEGERS_ARE_EXACT and x.numel() and weight.numel()):
+    if is_traced() or (x.device.type == "cpu" and x.numel() and weight.numel() and _integers_are_exact()):
         return torch._int_mm(x, weight.T)
     return blockwise_product(x, weight)
 
@@ -243,18 +244,18 @@ def blockwise_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _are_integers_exact() -> bool:
+@torch.compiler.assume_constant_result
+@functools.cache
+def _integers_are_exact() -> bool:
     """Whether torch's product of integers is there and exact for the largest numbers: on processors without instructions for
-    signed bytes, a library might add pairs of products in 16 bits."""
+    signed bytes, a library might add pairs of products in 16 bits. Not found out on import: a process that has computed with
+    threads cannot be forked, since its copies wait for them for ever."""
     x = torch.full((17, 1100), 127, dtype=torch.int8, device="cpu")
     x[::2, ::3] = -127
     try:
         return torch.equal(torch._int_mm(x, x.T), blockwise_product(x, x))
     except (AttributeError, RuntimeError):
         return False
-
-
-_INTEGERS_ARE_EXACT = _are_integers_exact()
 
 
 def token_steps(x: torch.Tensor) -> torch.Tensor:

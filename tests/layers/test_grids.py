@@ -144,9 +144,12 @@ def test_where_the_library_is_not_exact_fp32_takes_its_place(monkeypatch):
     def saturating(a, b):
         return (a.int() @ b.int()).clamp(-(2**15), 2**15)
 
+    grids._integers_are_exact.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    assert not grids._are_integers_exact()
-    monkeypatch.setattr(grids, "_INTEGERS_ARE_EXACT", False)
     assert torch.equal(grids.integer_product(x, weight), expected)
+    assert not grids._integers_are_exact()
+    grids._integers_are_exact.cache_clear()
     monkeypatch.delattr(torch, "_int_mm")
-    assert not grids._are_integers_exact()
+    assert torch.equal(grids.integer_product(x, weight), expected)
+    assert not grids._integers_are_exact()
+    grids._integers_are_exact.cache_clear()
