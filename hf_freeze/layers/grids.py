@@ -244,9 +244,8 @@ def blockwise_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
-def _integers_are_exact() -> bool:
+def _are_integers_exact() -> bool:
     """Whether torch's product of integers is there and exact for the largest numbers: on processors without instructions for
     signed bytes, a library might add pairs of products in 16 bits. Not found out on import: a process that has computed with
     threads cannot be forked, since its copies wait for them for ever."""
@@ -256,6 +255,11 @@ def _integers_are_exact() -> bool:
         return torch.equal(torch._int_mm(x, x.T), blockwise_product(x, x))
     except (AttributeError, RuntimeError):
         return False
+
+
+@torch.compiler.assume_constant_result  # torch.compile would look into what is cached
+def _integers_are_exact() -> bool:
+    return _are_integers_exact()
 
 
 def token_steps(x: torch.Tensor) -> torch.Tensor:

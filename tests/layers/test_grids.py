@@ -137,6 +137,13 @@ def test_the_integer_product_is_the_fake_one(kind, inputs, weights, granularity)
     assert ((found - exact).abs() <= (inputs + 4) * 2.0**-24 * size).all()
 
 
+def test_a_product_of_integers_is_one_graph_of_torch_compile():
+    x, weight = (torch.randint(-127, 128, (20, 70), dtype=torch.int8) for _ in range(2))
+    compiled = torch.compile(grids.integer_product, fullgraph=True, backend="aot_eager")
+    grids._are_integers_exact.cache_clear()
+    assert torch.equal(compiled(x, weight), x.int() @ weight.int().T)
+
+
 def test_where_the_library_is_not_exact_fp32_takes_its_place(monkeypatch):
     x, weight = (torch.randint(-127, 128, (5, 70), dtype=torch.int8) for _ in range(2))
     expected = grids.integer_product(x, weight)
@@ -144,12 +151,12 @@ def test_where_the_library_is_not_exact_fp32_takes_its_place(monkeypatch):
     def saturating(a, b):
         return (a.int() @ b.int()).clamp(-(2**15), 2**15)
 
-    grids._integers_are_exact.cache_clear()
+    grids._are_integers_exact.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", saturating)
     assert torch.equal(grids.integer_product(x, weight), expected)
-    assert not grids._integers_are_exact()
-    grids._integers_are_exact.cache_clear()
+    assert not grids._are_integers_exact()
+    grids._are_integers_exact.cache_clear()
     monkeypatch.delattr(torch, "_int_mm")
     assert torch.equal(grids.integer_product(x, weight), expected)
-    assert not grids._integers_are_exact()
-    grids._integers_are_exact.cache_clear()
+    assert not grids._are_integers_exact()
+    grids._are_integers_exact.cache_clear()
