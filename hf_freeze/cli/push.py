@@ -1,6 +1,6 @@
 """`hf-freeze push`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,7 @@ def push(
     language: Languages = None,
     license: License = None,
     base_model: BaseModel = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files of the commit, and push nothing.")] = False,
 ) -> None:
     """Push a model to the Hub in one commit: weights, tokenizer, results and card.
 
@@ -25,16 +26,14 @@ def push(
     """
     from hf_freeze.publish import hub
 
+    card: dict[str, Any] = {"remote_code": remote_code, "license": license, "base_model": base_model}
+    card |= {"datasets": datasets or (), "language": language or ()}
     with terminal.one_line_errors():
-        commit = hub.push(
-            folder,
-            repo_id,
-            private=private,
-            revision=revision,
-            remote_code=remote_code,
-            datasets=datasets or (),
-            language=language or (),
-            license=license,
-            base_model=base_model,
-        )
+        if dry_run:
+            files = hub.files_to_push(folder, repo_id, **card)
+            for name, size in files.items():
+                terminal.say(f"{size:>14,}  {name}")
+            terminal.say(f"{sum(files.values()):>14,}  bytes in all; nothing was pushed")
+            return
+        commit = hub.push(folder, repo_id, private=private, revision=revision, **card)
     terminal.say(f"Pushed: {commit.repo_url}, commit {commit.oid[:8]}")

@@ -59,6 +59,14 @@ def push(
         return _upload(Path(stage), repo_id, private, revision, token, message or f"Push {source.model.parent.name}")
 
 
+def files_to_push(folder: Path, repo_id: str, **card_options: Any) -> dict[str, int]:
+    """What `push` would publish, file -> its bytes, found without the Hub. Arguments and errors as there."""
+    with tempfile.TemporaryDirectory() as stage:
+        assemble(read_trained_model(Path(folder)), Path(stage), repo_id, **card_options)
+        files = sorted(path for path in Path(stage).rglob("*") if path.is_file())
+        return {path.relative_to(stage).as_posix(): path.stat().st_size for path in files}
+
+
 def push_model(
     model: Any,
     repo_id: str,

@@ -236,6 +236,22 @@ def test_the_command_line_pushes_to_a_branch(grid, loopback):
     assert "model.safetensors" in loopback.files("me/tiny", "half")
 
 
+def test_a_dry_run_lists_what_a_push_publishes(grid, loopback, monkeypatch):
+    words = ["push", str(grid / "row-0-seed-1"), "me/dry", "--license", "mit"]
+    with monkeypatch.context() as patched:
+        patched.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")  # where nothing answers
+        listed = CliRunner().invoke(app, [*words, "--dry-run"])
+    assert listed.exit_code == 0, listed.output
+    *lines, total = [line.split(maxsplit=1) for line in listed.output.splitlines()]
+    assert not (loopback.folder / "me/dry").exists()
+    CliRunner().invoke(app, words)
+    pushed = loopback.folder / "me/dry/main"
+    assert {name: int(size.replace(",", "")) for size, name in lines} == {
+        path.relative_to(pushed).as_posix(): path.stat().st_size for path in pushed.rglob("*") if path.is_file()
+    }
+    assert total == [f"{sum(int(size.replace(',', '')) for size, _ in lines):,}", "bytes in all; nothing was pushed"]
+
+
 def test_push_to_hub_of_a_model_writes_a_card_once(loopback):
     config = BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=2
