@@ -18,7 +18,9 @@ def push(
     language: Languages = None,
     license: License = None,
     base_model: BaseModel = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files of the commit, and push nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list the files of the commit, and push nothing.")
+    ] = False,
 ) -> None:
     """Push a model to the Hub in one commit: weights, tokenizer, results and card.
 

@@ -72,7 +72,7 @@ class Compression:
         self.engine = engine_for("torch" if settings.native else settings.engine, served.task, kind)
         identity = asdict(settings) | {
             "model": fingerprint(served.model),
-            "budget": budget.to_dict(),
+            "times": budget.limits_time,  # all else that is found out serves every budget
             "engine": self.engine.name,
             "inputs": [len(items), digest_of_items(list(items))],
             "labels": labels and digest_of_items([*asdict(labels).values()]),

@@ -73,7 +73,7 @@ def measured_distances(
     kinds = [kind for kind in ("heads", "neurons") if kind in may_go and any(b.kind == kind for b in blocks.values())]
     planned = {f"factor-{kind}": len(_SHARES) for kind in kinds} | ({"four-bits": 1} if 4 in bits else {})
     planned |= {"tokens": len(_COVERAGES)} if "tokens" in may_go else {}
-    planned |= {f"layers-{stack}": min(depths[stack] - 1, _DEPTHS) for stack in stacks}
+    planned |= {f"layers-{stack}-{count}": 1 for stack in stacks for count in _counts(depths[stack], depths[stack] - 1)}
     progress.plan(sum(count for name, count in planned.items() if not phases.done(name)))
     once = phases.once
 
@@ -95,10 +95,7 @@ def measured_distances(
     distances = Distances(layers=layers, factors=factors, four_bits=four_bits, tokens=tokens, relearnt=relearnt)
     limit = worst(distances) if stacks else 0.0
     for stack in stacks:
-        found = once(
-            f"layers-{stack}", lambda stack=stack: layer_distances(original.subject(), stack, progress.step, limit)
-        )
-        layers[stack] = {int(depth): (tuple(kept), distance) for depth, (kept, distance) in found.items()}
+        layers[stack] = layer_distances(original.subject(), stack, progress.step, limit, once)
     return distances
 
 
@@ -136,11 +133,39 @@ def _token_distances(original: Original, progress: Progress) -> dict[int, float]
 
 
 def layer_distances(
-    subject: Subject, stack: str, say: Callable[[str], Any], limit: float = math.inf
+    subject: Subject,
+    stack: str,
+    say: Callable[[str], Any],
+    limit: float = math.inf,
+    once: Callable[[str, Callable[[], Any]], Any] = lambda _, compute: compute(),
 ) -> dict[int, tuple[tuple[int, ...], float]]:
-    """Number of layers -> (which stay, distance with calibration), down to the first one above the limit. The layer goes without
-    which an uncalibrated model is nearest, one after another; in a deep stack, by one measurement of each."""
+    """Number of layers -> (which stay, distance with calibration), down to the first one above the limit. `once`: that of the
+    phases, for the order in which layers go and for each number of them."""
     depth = architecture_for(subject.model).depths(subject.model.config)[stack]
+    order = once(f"order-{stack}", lambda: _removal_order(subject, stack, depth))
+    result: dict[int, tuple[tuple[int, ...], float]] = {depth: (tuple(range(depth)), 0.0)}
+    for count in _counts(depth, len(order)):
+        stay = tuple(layer for layer in range(depth) if layer not in order[: depth - count])
+
+        def measure(count: int = count, stay: tuple[int, ...] = stay) -> float:
+            say(f"{stack}: {count} of {depth} layers")
+            return subject.distance(subject.cut([methods.LayerSelection(keep={stack: list(stay)})]))
+
+        distance = once(f"layers-{stack}-{count}", measure)
+        result[count] = stay, max(distance, *(other for _, other in result.values()))  # fewer layers are never better
+        if distance > limit:
+            break
+    return result
+
+
+def _counts(depth: int, removable: int) -> list[int]:
+    """The numbers of layers that are measured, from the most to the fewest."""
+    return sorted({depth - round(removable * step / _DEPTHS) for step in range(1, _DEPTHS + 1)} - {depth}, reverse=True)
+
+
+def _removal_order(subject: Subject, stack: str, depth: int) -> list[int]:
+    """The layer goes without which an uncalibrated model is nearest, one after another; in a deep stack, by one measurement of
+    each."""
     kept, order, ranking = list(range(depth)), [], []
     for _ in range(depth - 1):
         if depth <= _GREEDY or not ranking:
@@ -157,16 +182,7 @@ def layer_distances(
             break
         order.append(ranking.pop(0))
         kept.remove(order[-1])
-    result: dict[int, tuple[tuple[int, ...], float]] = {depth: (tuple(range(depth)), 0.0)}
-    counts = sorted({depth - round(len(order) * step / _DEPTHS) for step in range(1, _DEPTHS + 1)} - {depth})
-    for count in reversed(counts):
-        stay = tuple(layer for layer in range(depth) if layer not in order[: depth - count])
-        say(f"{stack}: {count} of {depth} layers")
-        distance = subject.distance(subject.cut([methods.LayerSelection(keep={stack: list(stay)})]))
-        result[count] = stay, max(distance, *(other for _, other in result.values()))  # fewer layers are never better
-        if distance > limit:
-            break
-    return result
+    return order
 
 
 def factor_of(subject: Subject, blocks: Mapping[str, Block], kind: str, share: float) -> float | None:

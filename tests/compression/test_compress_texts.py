@@ -1,5 +1,6 @@
 """A compression from texts alone: the integer program against all shapes, the budget, the command, going on, and wrong inputs."""
 
+import io
 import itertools
 import json
 import math
@@ -8,6 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from rich.console import Console
 from support.cases import ALL
 from support.tokenizers_of_each_kind import word_level, wordpiece
 from support.tracing import trace_once
@@ -282,6 +284,33 @@ def test_what_was_measured_is_not_planned_again(encoder, tmp_path, monkeypatch):
     assert planned[0] == first - 2
 
 
+def test_another_budget_uses_what_was_measured_for_the_first(encoder, tmp_path):
+    said = {name: [] for name in ("first", "second", "alone")}
+
+    def compressed(name, folder, budget):
+        console = Console(file=io.StringIO(), width=300)
+        result = hf_freeze.compress(
+            encoder, texts=texts(), budget=budget, out=tmp_path / folder, engine="torch", heal=0, console=console
+        )
+        said[name] = [line for line in console.file.getvalue().splitlines() if line.startswith("measuring: ")]
+        return result
+
+    compressed("first", "small", Budget(max_bytes="45%"))
+    second = compressed("second", "small", Budget(max_bytes="60%"))
+    alone = compressed("alone", "alone", Budget(max_bytes="60%"))
+    measured = {line.split(" (about")[0] for line in said["first"]}
+    assert measured
+    assert not measured & {line.split(" (about")[0] for line in said["second"]}
+    assert len(said["second"]) < len(said["alone"])
+    assert (second.kept, second.after.bytes, second.after.fidelity) == (
+        alone.kept,
+        alone.after.bytes,
+        alone.after.fidelity,
+    )
+    with pytest.raises(ValueError, match=r"holds another compression \(times was False, now True\)"):
+        compressed("second", "small", Budget(max_ms="50%"))
+
+
 def test_only_a_shape_within_the_budget_is_healed(encoder, tmp_path, monkeypatch):
     healed, sizes, original = [], [], bytes_of(encoder)
 
@@ -359,7 +388,7 @@ def test_what_is_out_of_reach_is_refused_and_another_compression_is_not_overwrit
         hf_freeze.compress(encoder, texts=texts(), **defaults)
     done = json.loads((tmp_path / "small" / "phases.json").read_text())["results"]
     assert "blocks" in done
-    assert not any(phase.startswith(("layers", "factor")) for phase in done)  # they would last for minutes
+    assert not any(phase.startswith(("layers", "order", "factor")) for phase in done)  # they would last for minutes
     with pytest.raises(ValueError, match="holds another compression"):
         hf_freeze.compress(encoder, texts=texts(61), **defaults)
 
