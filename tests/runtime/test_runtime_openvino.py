@@ -1,5 +1,5 @@
-"""Folders in OpenVINO, opened without PyTorch: the answers are those of the same model in ONNX Runtime. Each is opened in a
-process of its own, as on a server: beside all that a process of the tests had loaded, OpenVINO once ended it (signal 11).
+"""Folders in OpenVINO, opened without PyTorch: the answers are those of the same model in ONNX Runtime. Each is written and opened
+in processes of their own: beside all that a process of the tests had loaded, OpenVINO ended it three times (signal 11).
 """
 
 import pickle
@@ -8,9 +8,9 @@ import sys
 
 import numpy as np
 import pytest
+from support.processes import printed_by
 
 from hf_freeze import runtime
-from hf_freeze.publish.export import export_model
 
 pytest.importorskip("openvino")
 
@@ -33,7 +33,7 @@ def in_openvino(folder, call, **options):
     source = folder.with_name(folder.name.removesuffix("-onnx"))
     other = source.with_name(f"{source.name}-openvino")
     if not other.exists():
-        export_model(source, "openvino")
+        printed_by(f"from hf_freeze.publish import export; export.export_model({str(source)!r}, 'openvino')")
     command = [sys.executable, "-c", CODE.format(call), str(other)]
     done = subprocess.run(command, input=pickle.dumps((TEXTS, options)), capture_output=True, check=True)
     return pickle.loads(done.stdout)
