@@ -1,5 +1,5 @@
-"""Folders in OpenVINO, opened without PyTorch: the answers are those of the same model in ONNX Runtime. Each is written and opened
-in processes of their own: beside all that a process of the tests had loaded, OpenVINO ended it three times (signal 11).
+"""Folders in OpenVINO, opened without PyTorch: the answers are those of the same model in ONNX Runtime. Each is written and
+opened in processes of their own: beside all that a process of the tests had loaded, OpenVINO ended it three times (signal 11).
 """
 
 import pickle
