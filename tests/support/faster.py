@@ -10,7 +10,6 @@ import torch
 from _pytest.logging import catching_logs
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding as MarianPositions
 
 _COPIES: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
@@ -37,7 +36,7 @@ def install() -> None:
 
 def _field(config: Any, name: str) -> Any:
     """transformers runs two functions in Python for each field that is read."""
-    get = super(HeterogeneousConfigMixin, config).__getattribute__
+    get = functools.partial(object.__getattribute__, config)
     if "_heterogeneity_spec" in get("__dict__"):
         return _field_of_transformers(config, name)
     return get(get("attribute_map").get(name, name))
