@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_freeze import terminal
+from hf_freeze.cli import options as shared
 from hf_freeze.cli.options import BaseModel, Datasets, Folder, Languages, License
 
 
@@ -19,21 +20,44 @@ def card(
     license: License = None,
     base_model: BaseModel = None,
     repo_id: Annotated[str | None, typer.Option(help="The Hub repository that the card is for.")] = None,
+    compared_with: Annotated[
+        str | None, typer.Option(help="The original, whose answers to --texts are compared: directory or Hub id.")
+    ] = None,
+    texts: shared.CalibrationTexts = None,
+    column: shared.Column = "text",
+    samples: shared.Samples = 512,
 ) -> None:
     """Write a model card from the record of a run: methods, sizes, scores, settings, limits.
 
     The record and pictures are written beside the card. `push` uses this card, edited or not.
 
     Example: hf-freeze card runs/freeze-ablation/row-3-seed-1 --license mit
+
+    Example: hf-freeze card small --compared-with MODEL --texts held-out.txt
     """
     from hf_freeze.publish.cards import model_card, read_trained_model
     from hf_freeze.publish.hub import write_record
 
     with terminal.one_line_errors():
-        source = read_trained_model(folder)
+        if (compared_with is None) != (texts is None):
+            raise ValueError(
+                "--compared-with and --texts go together: the original, and texts that no calibration has seen"
+            )
+        source, compared = read_trained_model(folder), None
+        if compared_with is not None and texts is not None:
+            from hf_freeze.publish.export.served import served_fidelity
+
+            found = served_fidelity(compared_with, source.model, shared.sampled_texts(texts, column, samples))
+            compared = compared_with, found
         path = out or source.model / "README.md"
         text = model_card(
-            source, repo_id, datasets=datasets or (), language=language or (), license=license, base_model=base_model
+            source,
+            repo_id,
+            datasets=datasets or (),
+            language=language or (),
+            license=license,
+            base_model=base_model,
+            compared=compared,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
         text.save(path)

@@ -80,20 +80,7 @@ def _answers(first: str, second: str, texts: list[str]) -> tuple[list[tuple[str,
     from hf_freeze.publish.export.served import served_fidelity
 
     found = served_fidelity(first, second, texts)
-    words = {
-        "score": ("fidelity of B to A, 0 to 1", ".4f"),
-        "kl": ("KL of the predictions (nats)", ".4g"),
-        "agreement": ("same first choice", ".2%"),
-        "cosine": ("cosine of the vectors", ".4f"),
-        "perplexity": ("perplexity of B", ".4g"),
-        "original_perplexity": ("perplexity of A", ".4g"),
-    }
-    rows = []
-    for name, (label, form) in words.items():
-        if (value := getattr(found, name)) is not None:
-            low, high = found.intervals[name]
-            rows.append((label, format(value, form), f"{format(low, form)} to {format(high, form)}"))
-    return rows, found.compared, found.left_out
+    return found.in_words("A", "B"), found.compared, found.left_out
 
 
 def _most_different(comparison: "Comparison", top: int) -> list[tuple[str, ...]]:

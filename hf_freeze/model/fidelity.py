@@ -45,6 +45,22 @@ class Fidelity:
             return 1 - self.cosine
         return self.error if self.error is not None else 1 - (self.score or 0.0)
 
+    def in_words(self, original: str, variant: str) -> list[tuple[str, ...]]:
+        """(what, value, its interval) of each measure with one. `original`, `variant`: what they are called."""
+        words = {
+            "score": (f"fidelity of {variant} to {original}, 0 to 1", ".4f"),
+            "kl": ("KL of the predictions (nats)", ".4g"),
+            "agreement": ("same first choice", ".2%"),
+            "cosine": ("cosine of the vectors", ".4f"),
+            "perplexity": (f"perplexity of {variant}", ".4g"),
+            "original_perplexity": (f"perplexity of {original}", ".4g"),
+        }
+        shown = [(words[name], getattr(self, name), self.intervals[name]) for name in words if name in self.intervals]
+        return [
+            (label, format(value, form), f"{format(low, form)} to {format(high, form)}")
+            for (label, form), value, (low, high) in shown
+        ]
+
 
 def fidelity_on(original: Any, variant: Any, batches: Iterable[Mapping[str, Any]]) -> Fidelity:
     """See `Fidelity`. Both models in eval mode; `batches`: dicts of tensors for the forward."""

@@ -20,6 +20,7 @@ from hf_freeze.architectures.tasks import AUTO_CLASSES, task_of
 from hf_freeze.install import how_to_install
 from hf_freeze.methods.registry import METHODS
 from hf_freeze.model.build import VariantMixin
+from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.loading import empty_model
 from hf_freeze.model.native_code import is_native
 from hf_freeze.model.remote_code import has_remote_code
@@ -139,12 +140,14 @@ def model_card(
     license: str | None = None,
     base_model: str | None = None,
     remote_code: bool = False,
+    compared: tuple[str, Fidelity] | None = None,
 ) -> ModelCard:
     """The model card of `source` for the repository `repo_id`.
 
     `datasets`, `language`, `license` and `base_model` are metadata (Hub ids, ISO 639 codes) that the record does not contain.
     `model`: the model in the folder, perhaps without weights, if it is already loaded. `remote_code`: the repository loads with
-    `trust_remote_code`. Scores come from the record alone; without a record, the card has none.
+    `trust_remote_code`. Scores come from the record alone; without a record, the card has none. `compared`: the name of the
+    original, and how faithful to it the model is.
     """
     model = empty_model(source.model) if model is None else model
     is_variant, task = isinstance(model, VariantMixin), task_of(model)
@@ -182,6 +185,8 @@ def model_card(
         needs_hf_freeze=is_variant and not (remote_code and is_native(model)),
         how_to_install=how_to_install(),
         methods=[_describe(settings) for settings in getattr(model.config, "methods", ())],
+        original=compared and without_folder(compared[0]),
+        fidelity=compared and compared[1],
         calibration=getattr(model.config, "calibration", None),
         sizes=[*counts.by_component.items(), ("all", counts)],
         stored_bytes=stored_bytes(model),

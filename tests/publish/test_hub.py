@@ -31,6 +31,7 @@ from hf_freeze.lab.runs.grid import run_grid
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.loading import empty_model
 from hf_freeze.publish.cards import model_card, read_trained_model, shortened
+from hf_freeze.publish.export.served import served_fidelity
 from hf_freeze.publish.hub import assemble, check_whole, push, push_model
 from hf_freeze.publish.trimming import trim_model
 
@@ -492,3 +493,17 @@ def test_the_card_of_a_calibrated_variant_says_with_how_much(tmp_path):
     assert "Calibrated with 6 texts, 30 tokens, without labels." in str(model_card(read_trained_model(tmp_path)))
     make_variant(model, [methods.FFNPruning(width=8)]).save_pretrained(tmp_path)
     assert "Calibrated" not in str(model_card(read_trained_model(tmp_path)))
+
+
+def test_a_card_compares_the_answers_with_those_of_the_original(grid, tmp_path):
+    texts, models = tmp_path / "texts.txt", [grid / f"row-{row}-seed-1" / "model" for row in ("0", "2.1")]
+    texts.write_text("simdi homor\nnukostu pyhiz\niki gum naz rivekzi\n")
+    words = ["card", str(models[1]), "--out", str(tmp_path / "README.md"), "--compared-with", str(models[0])]
+    done = CliRunner().invoke(app, [*words, "--texts", str(texts)])
+    assert done.exit_code == 0, done.output
+    found = served_fidelity(models[0], models[1], texts.read_text().splitlines())
+    low, high = found.intervals["score"]
+    text = (tmp_path / "README.md").read_text()
+    assert "Answers beside those of model, on 3 texts:" in text
+    assert f"| fidelity of this model to the original, 0 to 1 | {found.score:.4f} | {low:.4f} to {high:.4f} |" in text
+    assert "--compared-with and --texts go together" in CliRunner().invoke(app, words).output
