@@ -14,7 +14,7 @@ from hf_freeze.lab.data.tables import CLASS, OPTIONAL, TEXT, TEXTS, columns_of, 
 LETTERS = "ABCDEFGH"
 _FEATURES = datasets.Features(
     {name: datasets.Value("string") for name in ("id", "question", "context")}
-    | {"answers": datasets.List(datasets.Value("string")), "starts": datasets.List(datasets.Value("int64"))}
+    | {"answers": [datasets.Value("string")], "starts": [datasets.Value("int64")]}
 )
 
 
