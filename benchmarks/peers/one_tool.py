@@ -1,5 +1,5 @@
-"""What encode.py and translate.py share: `PEER make|use MODEL TEXTS FOLDER`, a tool's two steps, with the Python of its
-environment.
+"""What encode.py, translate.py and predict.py share: `PEER make|use MODEL TEXTS FOLDER`, a tool's two steps, with the
+Python of its environment.
 
 They need numpy and that tool alone. `make` writes a smaller model to FOLDER/model from MODEL and, where the tool
 learns, from the texts of TEXTS/learnt.json; `use` opens it in a new process, on one core, and answers those of
@@ -21,7 +21,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", CUDA_VISIB
 
 import numpy as np
 
-Answer = Callable[[list[str]], Any]  # texts -> a vector or a text for each
+Answer = Callable[[list[str]], Any]  # texts -> a vector, a text or what it costs for each
 ONE_BY_ONE, FIRST = 300, 64  # texts that are timed, each alone; texts answered before and after saving
 
 
