@@ -107,7 +107,7 @@ def _openvino_int8(model: str, texts: list[str], out: Path) -> Answer:
     tokenizer.save_pretrained(out)
     data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES])))
     config = OVConfig(quantization_config=OVQuantizationConfig(num_samples=SAMPLES))
-    OVQuantizer.from_pretrained(whole).quantize(config, data, save_directory=out)
+    OVQuantizer.from_pretrained(whole).quantize(data, save_directory=out, ov_config=config)
     return _open_openvino(out)
 
 

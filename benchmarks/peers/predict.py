@@ -53,20 +53,22 @@ def _hf_freeze_int8(model: str, texts: list[str], out: Path) -> Answer:
     return _open_runtime(out)
 
 
-def _hf_freeze_int4(model: str, texts: list[str], out: Path) -> Answer:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _hf_freeze_int4(*parts: str) -> Callable[[str, list[str], Path], Answer]:
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_freeze import make_variant, methods
-    from hf_freeze.publish.export import export_model
+        from hf_freeze import make_variant, methods
+        from hf_freeze.publish.export import export_model
 
-    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    parts = ["attention", "ffn", "embeddings"]
-    int4 = methods.Quantize(weights="int4", granularity="group-64", components=parts)
-    variant = make_variant(whole, [int4], calibration=texts[:SAMPLES], tokenizer=tokenizer)
-    variant.save_pretrained(out.parent / "variant")
-    tokenizer.save_pretrained(out.parent / "variant")
-    export_model(out.parent / "variant", "onnx", quantization="int8", out=out)  # what has 4 bits keeps them
-    return _open_runtime(out)
+        whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        int4 = methods.Quantize(weights="int4", granularity="group-64", components=[*parts])
+        variant = make_variant(whole, [int4], calibration=texts[:SAMPLES], tokenizer=tokenizer)
+        variant.save_pretrained(out.parent / "variant")
+        tokenizer.save_pretrained(out.parent / "variant")
+        export_model(out.parent / "variant", "onnx", quantization="int8", out=out)  # what has 4 bits keeps them
+        return _open_runtime(out)
+
+    return make
 
 
 def _open_runtime(folder: Path) -> Answer:
@@ -80,35 +82,58 @@ def _open_runtime(folder: Path) -> Answer:
     return answer
 
 
-def _llm_compressor(method: str) -> Callable[[str, list[str], Path], Answer]:
-    """Groups of 4 bits must divide the columns: 64 and 172 of this model, where those of its scheme W4A16 have 128."""
-
+def _gptq(scheme: str) -> Callable[[str, list[str], Path], Answer]:
     def make(model: str, texts: list[str], out: Path) -> Answer:
-        from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
         from datasets import Dataset
         from llmcompressor import oneshot
         from llmcompressor.modifiers.gptq import GPTQModifier
-        from llmcompressor.modifiers.pruning import SparseGPTModifier
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        if method == "groups":
-            groups = {}
-            for size, names in {64: "re:.*(q|k|v|o|gate|up)_proj", 43: "re:.*down_proj"}.items():
-                weights = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=size)
-                groups[f"{size}"] = QuantizationScheme(targets=[names], weights=weights)
-            recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])
-        elif method == "sparse":
-            recipe = SparseGPTModifier(sparsity=0.5, mask_structure="0:0", targets=["re:.*_proj"])
-        else:
-            recipe = GPTQModifier(targets="Linear", scheme=method, ignore=["lm_head"])
         data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES], return_token_type_ids=False)))
+        recipe = GPTQModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
         oneshot(model=whole, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=512)
         whole.save_pretrained(out, save_compressed=True)
         tokenizer.save_pretrained(out)
         return _answer(whole, tokenizer)
 
     return make
+
+
+def _gptq_groups(model: str, texts: list[str], out: Path) -> Answer:
+    """Groups that divide the columns, of which this model has 64 and 172; those of W4A16 have 128."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES], return_token_type_ids=False)))
+    groups = {}
+    for size, names in {64: "re:.*(q|k|v|o|gate|up)_proj", 43: "re:.*down_proj"}.items():
+        weights = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=size)
+        groups[f"{size}"] = QuantizationScheme(targets=[names], weights=weights)
+    recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])
+    oneshot(model=whole, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=512)
+    whole.save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+    return _answer(whole, tokenizer)
+
+
+def _sparsegpt(model: str, texts: list[str], out: Path) -> Answer:
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning import SparseGPTModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES], return_token_type_ids=False)))
+    recipe = SparseGPTModifier(sparsity=0.5, mask_structure="0:0", targets=["re:.*_proj"])
+    oneshot(model=whole, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=512)
+    whole.save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+    return _answer(whole, tokenizer)
 
 
 def _modelopt(config: str) -> Callable[[str, list[str], Path], Answer]:
@@ -212,19 +237,28 @@ _INT4 = {"bits": 4, "group_size": 64, "group_size_fallback": "adjust", "gptq": T
 PEERS = {
     "whole": Peer("the model, transformers", _whole, _open_transformers),
     "hf_freeze-int8": Peer("hf_freeze, int8 in ONNX", _hf_freeze_int8, _open_runtime),
-    "hf_freeze-int4": Peer("hf_freeze, `Quantize` int4, calibrated, in ONNX", _hf_freeze_int4, _open_runtime, "", True),
-    "hf_freeze-20": Peer(
-        "hf_freeze, `compress --max-bytes 20%`", compressed("20%", _open_runtime), _open_runtime, "", True
+    "hf_freeze-int4": Peer(
+        "hf_freeze, `Quantize` int4, calibrated, int8 tables, in ONNX",
+        _hf_freeze_int4("attention", "ffn"),
+        _open_runtime,
+        learns=True,
+    ),
+    "hf_freeze-int4-tables": Peer(
+        "hf_freeze, `Quantize` int4, calibrated, with the tables, in ONNX",
+        _hf_freeze_int4("attention", "ffn", "embeddings"),
+        _open_runtime,
+        learns=True,
     ),
     "hf_freeze-15": Peer(
-        "hf_freeze, `compress --max-bytes 15%`", compressed("15%", _open_runtime), _open_runtime, "", True
+        "hf_freeze, `compress --max-bytes 15% --heal 1epoch --samples 64`",
+        compressed("15%", _open_runtime, "1epoch", 64),
+        _open_runtime,
+        learns=True,
     ),
-    "gptq-preset": Peer("llm-compressor, GPTQ W4A16", _llm_compressor("W4A16"), _open_transformers, _LC, True),
-    "gptq": Peer(
-        "llm-compressor, GPTQ W4A16, groups of 64 and 43", _llm_compressor("groups"), _open_transformers, _LC, True
-    ),
-    "w8a8": Peer("llm-compressor, GPTQ W8A8", _llm_compressor("W8A8"), _open_transformers, _LC, True),
-    "sparsegpt": Peer("llm-compressor, SparseGPT 50 %", _llm_compressor("sparse"), _open_transformers, _LC, True),
+    "gptq-preset": Peer("llm-compressor, GPTQ W4A16", _gptq("W4A16"), _open_transformers, _LC, True),
+    "gptq": Peer("llm-compressor, GPTQ W4A16, groups of 64 and 43", _gptq_groups, _open_transformers, _LC, True),
+    "w8a8": Peer("llm-compressor, GPTQ W8A8", _gptq("W8A8"), _open_transformers, _LC, True),
+    "sparsegpt": Peer("llm-compressor, SparseGPT 50 %", _sparsegpt, _open_transformers, _LC, True),
     "modelopt-int8": Peer(
         "ModelOpt, INT8_SMOOTHQUANT_CFG", _modelopt("INT8_SMOOTHQUANT_CFG"), _open_modelopt, _MO, True
     ),

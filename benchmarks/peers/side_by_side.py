@@ -22,8 +22,8 @@ new process on one core, to open and use it. Columns:
 - folder: MB of all files, tokenizer included;
 - the score, and its difference from the model's (of perplexities, the ratio) with a 95 % interval, by a paired
   bootstrap over what is asked;
-- ms: of a text alone (of a language model, what it costs in nats), the median of 300, and its share of the model's;
-  seconds to make it; peak memory of answering these texts;
+- ms: of the core, for a text alone (of a language model, what it costs in nats), the median of 300, and its share of the
+  model's; seconds to make it; peak memory of answering these texts;
 - again: whether the new process computes exactly what was computed before saving;
 - lines of code to make it, imports included.
 
@@ -37,6 +37,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,17 +206,8 @@ def main() -> None:
     found = {name: run(kind, name, options) for name in dict.fromkeys(["whole", *peers])}
     rows, points = table(kind, found, options)
     picture(kind, points, options.keep / "front.png")
-    headings = [
-        "",
-        "folder, MB",
-        kind.score,
-        "ratio" if kind.is_log else "difference",
-        "ms",
-        "seconds",
-        "memory, MB",
-        "again",
-        "lines",
-    ]
+    change = "ratio" if kind.is_log else "difference"
+    headings = ["", "folder, MB", kind.score, change, "ms", "seconds", "memory, MB", "again", "lines"]
     summary = f"{len(asked):,} texts asked, {len(learnt):,} to learn from"
     _shared.report(options, _shared.markdown(headings, rows), summary)
 
@@ -262,7 +254,7 @@ def table(kind: Kind, found: dict[str, dict[str, Any]], options: Any) -> tuple[l
     for name, facts in found.items():
         peer = kind.tools.PEERS[name]
         if "error" in facts:
-            rows.append([peer.title, facts["error"], *["–"] * 7])
+            rows.append([peer.title, textwrap.shorten(facts["error"], 140), *["–"] * 7])
             continue
         score, size = float(shown(kind.of_sums(items[name][0].sum(0)))), bytes_of(options.keep / name / "model") / 1e6
         share = facts["ms"] / found["whole"]["ms"]
@@ -271,7 +263,7 @@ def table(kind: Kind, found: dict[str, dict[str, Any]], options: Any) -> tuple[l
         rows.append(
             [
                 peer.title,
-                f"{size:.2f}",
+                f"{size:.{2 if size >= 1 else 3}f}",
                 format(score, kind.format),
                 "{} ({} to {})".format(*(format(end, f"{sign}{kind.format}") for end in ends)) if ends else "",
                 f"{facts['ms']:.2f} ({share:.2f})",
@@ -292,7 +284,7 @@ def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, column, label in zip(axes, (0, 2), ("folder, MB", "ms a text"), strict=True):
-        for (name, point), marker in zip(points.items(), "*osD^vPXhd<>", strict=False):
+        for (name, point), marker in zip(points.items(), "*osD^vPXhd<>8pH12", strict=False):
             color = "C0" if name.startswith("hf_freeze") else "0.45"
             title = kind.tools.PEERS[name].title.replace("`", "")
             axis.scatter(point[column], point[1], color=color, marker=marker, s=60, label=title)
