@@ -288,10 +288,11 @@ def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
             color = "C0" if name.startswith("hf_freeze") else "0.45"
             title = kind.tools.PEERS[name].title.replace("`", "")
             axis.scatter(point[column], point[1], color=color, marker=marker, s=60, label=title)
-        axis.set(xscale="log", xlabel=label)
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.set(xscale="log", xlabel=label, yscale="log" if kind.is_log else "linear")
+        for each in (axis.xaxis, axis.yaxis)[: 2 if kind.is_log else 1]:
+            each.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            each.set_major_formatter(FormatStrFormatter("%g"))
+            each.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(f"{kind.score} ({'lower' if kind.is_log else 'higher'} is better)")
     handles, titles = axes[0].get_legend_handles_labels()
