@@ -29,9 +29,9 @@ def story_model(tmp_path):
     """The folder of a small GPT-2."""
     folder = tmp_path / "given"
     tokenizer = fast_tokenizer(folder)
-    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0}
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64, **ids)
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, 1, 0
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
