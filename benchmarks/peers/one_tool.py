@@ -1,5 +1,5 @@
-"""What encode.py and translate.py share: `PEER make|use MODEL TEXTS FOLDER`, a tool's two steps, with the Python of its
-environment.
+"""What encode.py, translate.py and predict.py share: `PEER make|use MODEL TEXTS FOLDER`, a tool's two steps, with the
+Python of its environment.
 
 They need numpy and that tool alone. `make` writes a smaller model to FOLDER/model from MODEL and, where the tool
 learns, from the texts of TEXTS/learnt.json; `use` opens it in a new process, on one core, and answers those of
@@ -21,7 +21,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", CUDA_VISIB
 
 import numpy as np
 
-Answer = Callable[[list[str]], Any]  # texts -> a vector or a text for each
+Answer = Callable[[list[str]], Any]  # texts -> a vector, a text or what it costs for each
 ONE_BY_ONE, FIRST = 300, 64  # texts that are timed, each alone; texts answered before and after saving
 
 
@@ -44,14 +44,15 @@ def one_thread() -> Any:
 
 
 def compressed(
-    share: str, open_folder: Callable[[Path], Answer], heal: int | str = 0
+    share: str, open_folder: Callable[[Path], Answer], heal: int | str = 0, samples: int = 512
 ) -> Callable[[str, list[str], Path], Answer]:
     """Of hf_freeze: `compress` to a share of the bytes."""
 
     def make(model: str, texts: list[str], out: Path) -> Answer:
         from hf_freeze.compression import Budget, compress
 
-        made = compress(model, texts=texts, budget=Budget(max_bytes=share), heal=heal, out=out.parent / "work")
+        budget = Budget(max_bytes=share)
+        made = compress(model, texts=texts, budget=budget, heal=heal, samples=samples, out=out.parent / "work")
         made.after.folder.rename(out)
         (out.parent / "seconds").write_text(f"{made.seconds}")  # those before a stop, too
         return open_folder(out)
@@ -77,9 +78,9 @@ def used(peer: Peer, model: str, texts: Path, folder: Path) -> dict[str, Any]:
     answer(asked[:1])
     times = []
     for text in asked[:ONE_BY_ONE]:
-        begun = time.perf_counter()
+        begun = time.process_time()  # not what other processes take of the core
         answer([text])
-        times.append(time.perf_counter() - begun)
+        times.append(time.process_time() - begun)
     facts = {"ms": 1000 * statistics.median(times), "memory": peak_memory()}
     same = np.array_equal(np.asarray(answer(asked[:FIRST])), np.load(folder / "first.npy"))
     found = [np.asarray(answer(asked[at : at + FIRST])) for at in range(0, len(asked), FIRST)]

@@ -3,19 +3,27 @@
     python benchmarks/peers/side_by_side.py encoder --install --environments FOLDER
     python benchmarks/peers/side_by_side.py encoder MODEL --data captions --environments FOLDER --keep runs/encoders
     python benchmarks/peers/side_by_side.py translator MODEL --data multi30k --environments FOLDER --keep runs/translators
+    python benchmarks/peers/side_by_side.py language-model MODEL --environments FOLDER --keep runs/language_models
+    python benchmarks/peers/side_by_side.py classifier MODEL --data sst2 --environments FOLDER --keep runs/classifiers
 
 Claims: none; the table says what comes of it.
 
 An encoder: the captions train.1.en.gz to train.5.en.gz of the folder are of the same images, a line each. Caption 1
 of each of the last 5,000 images is searched for by its caption 5; tools that learn do so from all captions of the
-other images. A translator: tools that learn do so from train.de.gz, and BLEU is of test_2016_flickr.
+other images. A translator: tools that learn do so from train.de.gz, and BLEU is of test_2016_flickr. A language model
+writes all texts itself, drawn at random with all probabilities: 2,000 to learn from, and 500 of which the perplexity
+is, in the number of its own tokens. Nothing can predict those better than the model, but by chance: the log of a ratio
+of perplexities is a KL divergence. A classifier: tools that learn do so from the texts of train.jsonl.gz, without their
+labels, and accuracy is of dev.jsonl.gz.
 
 Each tool runs in an environment of its own, as its documentation says: once to make the model, and once more, in a
 new process on one core, to open and use it. Columns:
 
 - folder: MB of all files, tokenizer included;
-- the score, and its difference from the model's with a 95 % interval, by a paired bootstrap over what is asked;
-- ms: of a text alone, the median of 300, and its share of the model's; seconds to make it; peak memory of answering these texts;
+- the score, and its difference from the model's (of perplexities, the ratio) with a 95 % interval, by a paired
+  bootstrap over what is asked;
+- ms: of the core, for a text alone (of a language model, what it costs in nats), the median of 300, and its share of the
+  model's; seconds to make it; peak memory of answering these texts;
 - again: whether the new process computes exactly what was computed before saving;
 - lines of code to make it, imports included.
 
@@ -29,22 +37,32 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import classify
 import encode
 import numpy as np
+import predict
 import translate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import _shared
 from accepted import install
+from compressed_language import written
 from compressed_texts import captions, hits
-from transformers import AutoModel, AutoModelForSeq2SeqLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from hf_freeze.analysis import compare
 from hf_freeze.io import bytes_of
@@ -60,26 +78,56 @@ class Kind:
     title: str
     score: str
     format: str
-    texts: Callable[[Path], tuple[list[str], list[str]]]  # folder of data -> those to learn from, those that are asked
-    items: Callable[[np.ndarray, Path], np.ndarray]  # answers, folder of data -> (N, k) to sum
+    texts: Callable[[Any], tuple[list[str], list[str]]]  # options -> those to learn from, those that are asked
+    items: Callable[[np.ndarray, Any], np.ndarray]  # answers, options -> (N, k) to sum
     of_sums: Callable[[np.ndarray], np.ndarray]
+    is_log: bool = False  # of_sums gives the log of the score, which is better if lower; differences are then ratios
 
 
-def every_caption(folder: Path) -> tuple[list[str], list[str]]:
-    every = [captions(folder, number) for number in range(1, 6)]
+def every_caption(options: Any) -> tuple[list[str], list[str]]:
+    every = [captions(options.data, number) for number in range(1, 6)]
     learnt = [line for lines in zip(*(lines[:-IMAGES] for lines in every), strict=True) for line in lines]
     return learnt, every[0][-IMAGES:] + every[4][-IMAGES:]
 
 
-def found_images(answers: np.ndarray, folder: Path) -> np.ndarray:
+def found_images(answers: np.ndarray, options: Any) -> np.ndarray:
     vectors = answers / np.linalg.norm(answers, axis=1, keepdims=True).clip(1e-9)
     right = hits(vectors, IMAGES)
     return np.stack([right, np.ones_like(right)], axis=1)
 
 
+def own_stories(options: Any) -> tuple[list[str], list[str]]:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(options.model), AutoTokenizer.from_pretrained(options.model)
+    learnt, asked = (written(model, tokenizer, count, seed) for count, seed in ((2000, 0), (500, 999)))
+    return learnt, asked
+
+
+def costs(answers: np.ndarray, options: Any) -> np.ndarray:
+    """Nats of each text, and its tokens as the model splits it: a smaller one may have fewer tokens to split it into."""
+    return np.stack([answers[:, 0], np.load(options.keep / "whole" / "answers.npy")[:, 1]], axis=1)
+
+
+def mean_of_first(sums: np.ndarray) -> np.ndarray:
+    return sums[..., 0] / sums[..., 1]
+
+
 def lines_of(path: Path) -> list[str]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return file.read().splitlines()
+
+
+def sentences(options: Any) -> tuple[list[str], list[str]]:
+    learnt, asked = ([row["sentence"] for row in labelled(options.data, split)] for split in ("train", "dev"))
+    return learnt, asked
+
+
+def right_classes(answers: np.ndarray, options: Any) -> np.ndarray:
+    right = answers.argmax(1) == [row["label"] for row in labelled(options.data, "dev")]
+    return np.stack([right, np.ones_like(right)], axis=1)
+
+
+def labelled(folder: Path, split: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines_of(folder / f"{split}.jsonl.gz")]
 
 
 KINDS = {
@@ -91,7 +139,7 @@ KINDS = {
         ".4f",
         every_caption,
         found_images,
-        lambda sums: sums[..., 0] / sums[..., 1],
+        mean_of_first,
     ),
     "translator": Kind(
         translate,
@@ -99,9 +147,30 @@ KINDS = {
         "A translator",
         "BLEU",
         ".2f",
-        lambda folder: (lines_of(folder / "train.de.gz"), lines_of(folder / "test_2016_flickr.de.gz")),
-        lambda answers, folder: bleu_items(answers.tolist(), lines_of(folder / "test_2016_flickr.en.gz")),
+        lambda options: (lines_of(options.data / "train.de.gz"), lines_of(options.data / "test_2016_flickr.de.gz")),
+        lambda answers, options: bleu_items(answers.tolist(), lines_of(options.data / "test_2016_flickr.en.gz")),
         bleu,
+    ),
+    "language-model": Kind(
+        predict,
+        AutoModelForCausalLM,
+        "A language model",
+        "perplexity",
+        ".3f",
+        own_stories,
+        costs,
+        mean_of_first,
+        is_log=True,
+    ),
+    "classifier": Kind(
+        classify,
+        AutoModelForSequenceClassification,
+        "A classifier",
+        "accuracy",
+        ".4f",
+        sentences,
+        right_classes,
+        mean_of_first,
     ),
 }
 
@@ -121,21 +190,24 @@ def main() -> None:
         for name, requirements in kind.tools.ENVIRONMENTS.items():
             install(options.environments / name, requirements)
         return
-    if options.model is None or options.data is None:
-        parser.error("MODEL and --data are needed, or --install")
+    if options.model is None or (options.data is None and options.kind != "language-model"):
+        parser.error("MODEL and --data are needed, or --install; a language model needs no --data")
     peers = options.peers or list(kind.tools.PEERS)
     if unknown := set(peers) - kind.tools.PEERS.keys():
         parser.error(f"--peers has no {', '.join(sorted(unknown))}; choose from {', '.join(kind.tools.PEERS)}")
-    learnt, asked = kind.texts(options.data)
     options.keep.mkdir(parents=True, exist_ok=True)
-    for name, some in {"learnt": learnt, "asked": asked}.items():
-        (options.keep / f"{name}.json").write_text(json.dumps(some))
+    files = [options.keep / f"{name}.json" for name in ("learnt", "asked")]
+    if not all(file.exists() for file in files):
+        for file, some in zip(files, kind.texts(options), strict=True):
+            file.write_text(json.dumps(some))
+    learnt, asked = (json.loads(file.read_text()) for file in files)
     if not (options.keep / "plain").exists():
         plain(options.model, options.keep / "plain", kind.auto)
     found = {name: run(kind, name, options) for name in dict.fromkeys(["whole", *peers])}
     rows, points = table(kind, found, options)
     picture(kind, points, options.keep / "front.png")
-    headings = ["", "folder, MB", kind.score, "difference", "ms", "seconds", "memory, MB", "again", "lines"]
+    change = "ratio" if kind.is_log else "difference"
+    headings = ["", "folder, MB", kind.score, change, "ms", "seconds", "memory, MB", "again", "lines"]
     summary = f"{len(asked):,} texts asked, {len(learnt):,} to learn from"
     _shared.report(options, _shared.markdown(headings, rows), summary)
 
@@ -143,11 +215,12 @@ def main() -> None:
 def plain(model: str, folder: Path, auto: Any) -> None:
     """What every tool reads: a model without hf_freeze, and of a tokenizer the name that its class had before transformers 5."""
     shutil.copytree(model, folder)
-    if not (whole := auto.from_pretrained(model)).config.model_type.startswith("hf_freeze"):
-        return
-    whole.merge().save_pretrained(folder)
+    if (whole := auto.from_pretrained(model)).config.model_type.startswith("hf_freeze"):
+        whole.merge().save_pretrained(folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def run(kind: Kind, name: str, options: Any) -> dict[str, Any]:
@@ -171,27 +244,28 @@ def run(kind: Kind, name: str, options: Any) -> dict[str, Any]:
 def table(kind: Kind, found: dict[str, dict[str, Any]], options: Any) -> tuple[list[list[str]], dict[str, Any]]:
     """Rows, and name -> (MB, score, ms)."""
     items = {
-        name: [kind.items(np.load(options.keep / name / "answers.npy"), options.data)]
+        name: [kind.items(np.load(options.keep / name / "answers.npy"), options)]
         for name, facts in found.items()
         if "error" not in facts
     }
     differences = {each.row: each for each in compare(items, kind.of_sums, to_first=True)}
+    shown, sign = (np.exp, "") if kind.is_log else (float, "+")
     rows, points = [], {}
     for name, facts in found.items():
         peer = kind.tools.PEERS[name]
         if "error" in facts:
-            rows.append([peer.title, facts["error"], *["–"] * 7])
+            rows.append([peer.title, textwrap.shorten(facts["error"], 140), *["–"] * 7])
             continue
-        score, size = float(kind.of_sums(items[name][0].sum(0))), bytes_of(options.keep / name / "model") / 1e6
+        score, size = float(shown(kind.of_sums(items[name][0].sum(0)))), bytes_of(options.keep / name / "model") / 1e6
         share = facts["ms"] / found["whole"]["ms"]
         change = differences.get(name)
-        ends = [change.difference, change.low, change.high] if change else []
+        ends = [float(shown(end)) for end in (change.difference, change.low, change.high)] if change else []
         rows.append(
             [
                 peer.title,
-                f"{size:.2f}",
+                f"{size:.{2 if size >= 1 else 3}f}",
                 format(score, kind.format),
-                "{} ({} to {})".format(*(format(end, f"+{kind.format}") for end in ends)) if ends else "",
+                "{} ({} to {})".format(*(format(end, f"{sign}{kind.format}") for end in ends)) if ends else "",
                 f"{facts['ms']:.2f} ({share:.2f})",
                 f"{facts['seconds']:.0f}",
                 f"{facts['memory'] / 1e6:.0f}",
@@ -210,16 +284,17 @@ def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, column, label in zip(axes, (0, 2), ("folder, MB", "ms a text"), strict=True):
-        for (name, point), marker in zip(points.items(), "*osD^vPXhd<>", strict=False):
+        for (name, point), marker in zip(points.items(), "*osD^vPXhd<>8pH12", strict=False):
             color = "C0" if name.startswith("hf_freeze") else "0.45"
             title = kind.tools.PEERS[name].title.replace("`", "")
             axis.scatter(point[column], point[1], color=color, marker=marker, s=60, label=title)
-        axis.set(xscale="log", xlabel=label)
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.set(xscale="log", xlabel=label, yscale="log" if kind.is_log else "linear")
+        for each in (axis.xaxis, axis.yaxis)[: 2 if kind.is_log else 1]:
+            each.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            each.set_major_formatter(FormatStrFormatter("%g"))
+            each.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel(f"{kind.score} (higher is better)")
+    axes[0].set_ylabel(f"{kind.score} ({'lower' if kind.is_log else 'higher'} is better)")
     handles, titles = axes[0].get_legend_handles_labels()
     figure.legend(handles, titles, loc="outside right center", fontsize=8, frameon=False)
     figure.suptitle(f"{kind.title} made smaller: hf_freeze in blue, other tools in grey", fontsize=10)

@@ -40,6 +40,15 @@ class Decoder:
 
     def scores(self, tokens: np.ndarray) -> np.ndarray:
         """What follows `tokens` (R, T), which become a part of the past: logits (R, V)."""
+        logits = self.logits(tokens)[:, -1]
+        if self._listed is None:
+            return logits
+        scores = np.full((len(logits), self._vocabulary), -np.inf, np.float32)
+        scores[:, self._listed] = logits
+        return scores
+
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
+        """(R, T, V) after each of `tokens` (R, T), which become a part of the past; of a shortlist's tokens alone (R, T, C)."""
         listed = {} if self._listed is None else {TOKENS: self._listed}
         found = self._session(self._inputs | listed | {"input_ids": tokens})
         for name, value in found.items():
@@ -49,12 +58,7 @@ class Decoder:
             mask = self._inputs["attention_mask"]
             self._inputs["attention_mask"] = np.concatenate([mask, np.ones_like(mask[:, :1])], 1)
             self._inputs["position_ids"] = self._inputs["position_ids"][:, -1:] + 1
-        logits = found["logits"][:, -1]
-        if self._listed is None:
-            return logits
-        scores = np.full((len(logits), self._vocabulary), -np.inf, np.float32)
-        scores[:, self._listed] = logits
-        return scores
+        return found["logits"]
 
     def select(self, rows: np.ndarray) -> None:
         """Go on with these rows, in this order."""

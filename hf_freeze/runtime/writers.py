@@ -3,7 +3,7 @@
 Shapes: B texts, S source tokens, T prompt tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -128,11 +128,22 @@ class Generator(Writer):
         new = self._tokenizer.decode([*row.ids, *ids])[before:]
         return text + new if whole else new
 
-    def _batch(self, rows: list[Encoded], settings: Settings, numbers: list[int]) -> list[list[list[int]]]:
+    def _outputs(self, rows: Sequence[Encoded], batch_size: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """(number of the row, "logits" (T, V) after each of its tokens)"""
+        for chosen in batches(rows, lambda row: len(row.ids), batch_size):
+            decoder, ids = self._decoder([rows[i] for i in chosen], self.settings)
+            for i, logits in zip(chosen, decoder.logits(ids), strict=True):
+                yield i, {"logits": logits[-len(rows[i].ids) :]}
+
+    def _decoder(self, rows: Sequence[Encoded], settings: Settings) -> tuple[Decoder, np.ndarray]:
+        """One that has read nothing, and the ids (R, T) of the rows, padded on the left."""
         given = padded(rows, settings.pad_token_id, left=True)
         ids = given.pop("input_ids")
         given.pop("token_type_ids")
+        return Decoder(self.parts.sessions["model"], given, len(rows)), ids
+
+    def _batch(self, rows: list[Encoded], settings: Settings, numbers: list[int]) -> list[list[list[int]]]:
+        decoder, ids = self._decoder(rows, settings)
         positions, prompts = self.parts.positions["decoder"], [row.ids for row in rows]
         limits = [settings.new_tokens(len(prompt), positions, True) for prompt in prompts]
-        decoder = Decoder(self.parts.sessions["model"], given, len(rows))
         return write(decoder, ids, prompts, limits, settings, numbers)

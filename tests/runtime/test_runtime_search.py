@@ -85,6 +85,13 @@ def test_continuations_have_the_tokens_of_generate_also_with_prompts_of_several_
         check_equal(new, found.ids(found.token_ids([text]), **alone), alone)
 
 
+def test_logits_after_each_token_are_those_of_the_engines_class(generator):
+    model, found = AutoModelForCausalLM.from_pretrained(generator, engine=ENGINE), runtime.open(generator, threads=1)
+    for ids, outputs in zip(found.token_ids(TEXTS), found.outputs(TEXTS, batch_size=3), strict=True):
+        expected = model(input_ids=torch.tensor([ids])).logits[0]
+        np.testing.assert_allclose(outputs["logits"], expected, atol=2e-5)
+
+
 def test_answers_are_those_of_the_pipelines(translator, generator):
     expected, found = pipeline("translation", model=str(translator)), runtime.open(translator, threads=1)
     for settings in ({}, {"num_beams": 3}, {"max_new_tokens": 4}):

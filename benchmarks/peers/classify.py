@@ -1,0 +1,149 @@
+"""Tools that make a classifier of texts smaller, and how each is called (one_tool.py says with what)."""
+
+from pathlib import Path
+from typing import Any
+
+import one_tool
+from one_tool import Answer, Peer, compressed, one_thread
+
+SAMPLES = 300  # texts that are calibrated with: what NNCF takes by default
+
+
+def _logits(model: Any, tokenizer: Any) -> Answer:
+    import torch
+
+    @torch.no_grad()
+    def answer(texts: list[str]) -> Any:
+        return model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.numpy()
+
+    return answer
+
+
+def _whole(model: str, texts: list[str], out: Path) -> Answer:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    AutoModelForSequenceClassification.from_pretrained(model).save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    return _open_whole(out)
+
+
+def _open_whole(folder: Path) -> Answer:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    return _logits(AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder))
+
+
+def _hf_freeze_int8(model: str, texts: list[str], out: Path) -> Answer:
+    from hf_freeze.publish.export import export_model
+
+    export_model(model, "onnx", quantization="int8", out=out)
+    return _open_runtime(out)
+
+
+def _hf_freeze_int4(model: str, texts: list[str], out: Path) -> Answer:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from hf_freeze import make_variant, methods
+    from hf_freeze.publish.export import export_model
+
+    whole, tokenizer = AutoModelForSequenceClassification.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    parts = ["attention", "ffn", "embeddings"]
+    int4 = methods.Quantize(weights="int4", granularity="group-64", components=parts)
+    variant = make_variant(whole, [int4], calibration=texts[:SAMPLES], tokenizer=tokenizer)
+    variant.save_pretrained(out.parent / "variant")
+    tokenizer.save_pretrained(out.parent / "variant")
+    export_model(out.parent / "variant", "onnx", quantization="int8", out=out)  # what has 4 bits keeps them
+    return _open_runtime(out)
+
+
+def _open_runtime(folder: Path) -> Answer:
+    from hf_freeze import runtime
+
+    model = runtime.open(folder, threads=1)
+    return lambda texts: [found["logits"] for found in model.outputs(texts)]
+
+
+def _onnx_int8(model: str, texts: list[str], out: Path) -> Answer:
+    from optimum.onnxruntime import ORTModelForSequenceClassification, ORTQuantizer
+    from optimum.onnxruntime.configuration import AutoQuantizationConfig
+    from transformers import AutoTokenizer
+
+    ORTModelForSequenceClassification.from_pretrained(model, export=True).save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    int8 = AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=False)
+    ORTQuantizer.from_pretrained(out, file_name="model.onnx").quantize(save_dir=out, quantization_config=int8)
+    (out / "model.onnx").unlink()
+    return _open_onnx(out)
+
+
+def _open_onnx(folder: Path) -> Answer:
+    from optimum.onnxruntime import ORTModelForSequenceClassification
+    from transformers import AutoTokenizer
+
+    names = {"file_name": "model_quantized.onnx", "session_options": one_thread()}
+    model = ORTModelForSequenceClassification.from_pretrained(folder, **names)
+    return _logits(model, AutoTokenizer.from_pretrained(folder))
+
+
+def _openvino_weights(model: str, texts: list[str], out: Path) -> Answer:
+    from optimum.intel import OVModelForSequenceClassification
+    from transformers import AutoTokenizer
+
+    OVModelForSequenceClassification.from_pretrained(model, export=True, load_in_8bit=True).save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    return _open_openvino(out)
+
+
+def _openvino_int8(model: str, texts: list[str], out: Path) -> Answer:
+    """Weights and activations in 8 bits by NNCF, calibrated."""
+    from datasets import Dataset
+    from optimum.intel import OVConfig, OVModelForSequenceClassification, OVQuantizationConfig, OVQuantizer
+    from transformers import AutoTokenizer
+
+    whole, tokenizer = (
+        OVModelForSequenceClassification.from_pretrained(model, export=True),
+        AutoTokenizer.from_pretrained(model),
+    )
+    tokenizer.save_pretrained(out)
+    data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES])))
+    config = OVConfig(quantization_config=OVQuantizationConfig(num_samples=SAMPLES))
+    OVQuantizer.from_pretrained(whole).quantize(data, save_directory=out, ov_config=config)
+    return _open_openvino(out)
+
+
+def _open_openvino(folder: Path) -> Answer:
+    from optimum.intel import OVModelForSequenceClassification
+    from transformers import AutoTokenizer
+
+    model = OVModelForSequenceClassification.from_pretrained(folder, ov_config={"INFERENCE_NUM_THREADS": 1})
+    return _logits(model, AutoTokenizer.from_pretrained(folder))
+
+
+ENVIRONMENTS = {
+    "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6"],
+    "openvino": [
+        "torch==2.13.0",
+        "optimum-intel[openvino]==2.2.0",
+        "nncf==3.4.0",
+        "transformers==4.57.6",
+        "datasets<5",
+    ],
+}
+_OV = "openvino"
+PEERS = {
+    "whole": Peer("the model, transformers", _whole, _open_whole),
+    "hf_freeze-int8": Peer("hf_freeze, int8 in ONNX", _hf_freeze_int8, _open_runtime),
+    "hf_freeze-int4": Peer("hf_freeze, `Quantize` int4, calibrated, in ONNX", _hf_freeze_int4, _open_runtime, "", True),
+    "hf_freeze-20": Peer(
+        "hf_freeze, `compress --max-bytes 20%`", compressed("20%", _open_runtime), _open_runtime, "", True
+    ),
+    "onnx-int8": Peer("optimum and ONNX Runtime, int8", _onnx_int8, _open_onnx, "onnx"),
+    "openvino-weights": Peer("optimum-intel, OpenVINO and NNCF, int8 weights", _openvino_weights, _open_openvino, _OV),
+    "openvino-int8": Peer(
+        "optimum-intel, OpenVINO and NNCF, int8, calibrated", _openvino_int8, _open_openvino, _OV, True
+    ),
+}
+
+
+if __name__ == "__main__":
+    one_tool.main(PEERS)

@@ -1,0 +1,277 @@
+"""Tools that make a language model smaller, and how each is called (one_tool.py says with what).
+
+An answer is what a text costs: nats, and the tokens that it is split into. Each text is asked alone, so that nothing is padded.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import one_tool
+from one_tool import Answer, Peer, compressed, one_thread
+
+SAMPLES = 512  # texts that are calibrated with: what llm-compressor and ModelOpt take by default
+
+
+def _costs(ids: list[int], logits: np.ndarray) -> tuple[float, int]:
+    """Nats of all tokens but the first, and how many these are: ids (T), logits (T, V)."""
+    scores = logits[:-1] - logits[:-1].max(axis=1, keepdims=True)
+    nats = np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(len(scores)), ids[1:]]
+    return float(nats.sum(dtype=np.float64)), len(nats)
+
+
+def _answer(model: Any, tokenizer: Any) -> Answer:
+    import torch
+
+    @torch.no_grad()
+    def answer(texts: list[str]) -> list[tuple[float, int]]:
+        given = [tokenizer(text, return_tensors="pt", return_token_type_ids=False) for text in texts]
+        return [_costs(each["input_ids"][0].tolist(), model(**each).logits[0].numpy()) for each in given]
+
+    return answer
+
+
+def _whole(model: str, texts: list[str], out: Path) -> Answer:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(model).save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    return _open_transformers(out)
+
+
+def _open_transformers(folder: Path) -> Answer:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return _answer(AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))
+
+
+def _hf_freeze_int8(model: str, texts: list[str], out: Path) -> Answer:
+    from hf_freeze.publish.export import export_model
+
+    export_model(model, "onnx", quantization="int8", out=out)
+    return _open_runtime(out)
+
+
+def _hf_freeze_int4(*parts: str) -> Callable[[str, list[str], Path], Answer]:
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from hf_freeze import make_variant, methods
+        from hf_freeze.publish.export import export_model
+
+        whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        int4 = methods.Quantize(weights="int4", granularity="group-64", components=[*parts])
+        variant = make_variant(whole, [int4], calibration=texts[:SAMPLES], tokenizer=tokenizer)
+        variant.save_pretrained(out.parent / "variant")
+        tokenizer.save_pretrained(out.parent / "variant")
+        export_model(out.parent / "variant", "onnx", quantization="int8", out=out)  # what has 4 bits keeps them
+        return _open_runtime(out)
+
+    return make
+
+
+def _open_runtime(folder: Path) -> Answer:
+    from hf_freeze import runtime
+
+    model = runtime.open(folder, threads=1)
+
+    def answer(texts: list[str]) -> list[tuple[float, int]]:
+        return [_costs(model.token_ids([text])[0], model.outputs([text])[0]["logits"]) for text in texts]
+
+    return answer
+
+
+def _gptq(scheme: str) -> Callable[[str, list[str], Path], Answer]:
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        from datasets import Dataset
+        from llmcompressor import oneshot
+        from llmcompressor.modifiers.gptq import GPTQModifier
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES], return_token_type_ids=False)))
+        recipe = GPTQModifier(targets="Linear", scheme=scheme, ignore=["lm_head"])
+        oneshot(model=whole, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=512)
+        whole.save_pretrained(out, save_compressed=True)
+        tokenizer.save_pretrained(out)
+        return _answer(whole, tokenizer)
+
+    return make
+
+
+def _gptq_groups(model: str, texts: list[str], out: Path) -> Answer:
+    """Groups that divide the columns, of which this model has 64 and 172; those of W4A16 have 128."""
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES], return_token_type_ids=False)))
+    groups = {}
+    for size, names in {64: "re:.*(q|k|v|o|gate|up)_proj", 43: "re:.*down_proj"}.items():
+        weights = QuantizationArgs(num_bits=4, symmetric=True, strategy="group", group_size=size)
+        groups[f"{size}"] = QuantizationScheme(targets=[names], weights=weights)
+    recipe = GPTQModifier(config_groups=groups, ignore=["lm_head"])
+    oneshot(model=whole, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=512)
+    whole.save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+    return _answer(whole, tokenizer)
+
+
+def _sparsegpt(model: str, texts: list[str], out: Path) -> Answer:
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning import SparseGPTModifier
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES], return_token_type_ids=False)))
+    recipe = SparseGPTModifier(sparsity=0.5, mask_structure="0:0", targets=["re:.*_proj"])
+    oneshot(model=whole, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=512)
+    whole.save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+    return _answer(whole, tokenizer)
+
+
+def _modelopt(config: str) -> Callable[[str, list[str], Path], Answer]:
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        import modelopt.torch.opt as mto
+        import modelopt.torch.quantization as mtq
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        mto.enable_huggingface_checkpointing()
+        whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+
+        def read(module: Any) -> None:
+            for text in texts[:SAMPLES]:
+                module(**tokenizer(text, return_tensors="pt", return_token_type_ids=False))
+
+        mtq.quantize(whole, getattr(mtq, config), read)
+        mtq.compress(whole)
+        whole.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        return _answer(whole, tokenizer)
+
+    return make
+
+
+def _open_modelopt(folder: Path) -> Answer:
+    import modelopt.torch.opt as mto
+
+    mto.enable_huggingface_checkpointing()
+    return _open_transformers(folder)
+
+
+def _onnx_int8(model: str, texts: list[str], out: Path) -> Answer:
+    from optimum.onnxruntime import ORTModelForCausalLM, ORTQuantizer
+    from optimum.onnxruntime.configuration import AutoQuantizationConfig
+    from transformers import AutoTokenizer
+
+    ORTModelForCausalLM.from_pretrained(model, export=True).save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    int8 = AutoQuantizationConfig.avx512_vnni(is_static=False, per_channel=False)
+    ORTQuantizer.from_pretrained(out, file_name="model.onnx").quantize(save_dir=out, quantization_config=int8)
+    (out / "model.onnx").unlink()
+    return _open_onnx(out)
+
+
+def _onnx_int4(model: str, texts: list[str], out: Path) -> Answer:
+    import onnx
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+    from optimum.onnxruntime import ORTModelForCausalLM
+    from transformers import AutoTokenizer
+
+    ORTModelForCausalLM.from_pretrained(model, export=True).save_pretrained(out)
+    AutoTokenizer.from_pretrained(model).save_pretrained(out)
+    int4 = MatMulNBitsQuantizer(onnx.load(out / "model.onnx"), bits=4, block_size=32, is_symmetric=True)
+    int4.process()
+    int4.model.save_model_to_file(str(out / "model_quantized.onnx"))
+    (out / "model.onnx").unlink()
+    return _open_onnx(out)
+
+
+def _open_onnx(folder: Path) -> Answer:
+    from optimum.onnxruntime import ORTModelForCausalLM
+    from transformers import AutoTokenizer
+
+    names = {"file_name": "model_quantized.onnx", "session_options": one_thread()}
+    return _answer(ORTModelForCausalLM.from_pretrained(folder, **names), AutoTokenizer.from_pretrained(folder))
+
+
+def _openvino(**settings: Any) -> Callable[[str, list[str], Path], Answer]:
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+        from transformers import AutoTokenizer
+
+        learnt = (
+            {"dataset": texts[:SAMPLES], "num_samples": SAMPLES, "tokenizer": model} if settings["bits"] == 4 else {}
+        )
+        config = OVWeightQuantizationConfig(**settings, **learnt)
+        whole = OVModelForCausalLM.from_pretrained(model, export=True, quantization_config=config)
+        whole.save_pretrained(out)
+        AutoTokenizer.from_pretrained(model).save_pretrained(out)
+        return _open_openvino(out)
+
+    return make
+
+
+def _open_openvino(folder: Path) -> Answer:
+    from optimum.intel import OVModelForCausalLM
+    from transformers import AutoTokenizer
+
+    model = OVModelForCausalLM.from_pretrained(folder, ov_config={"INFERENCE_NUM_THREADS": 1})
+    return _answer(model, AutoTokenizer.from_pretrained(folder))
+
+
+ENVIRONMENTS = {
+    "llm-compressor": ["torch==2.13.0", "llmcompressor==0.14.0.1", "transformers==5.17.0"],
+    "modelopt": ["torch==2.13.0", "nvidia-modelopt[hf]==0.47.0", "transformers==5.14.1"],
+    "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6", "onnx-ir"],
+    "openvino": ["torch==2.13.0", "optimum-intel[openvino]==2.2.0", "nncf==3.4.0", "transformers==4.57.6"],
+}
+_LC, _MO, _OV = "llm-compressor", "modelopt", "openvino"
+_INT4 = {"bits": 4, "group_size": 64, "group_size_fallback": "adjust", "gptq": True}
+PEERS = {
+    "whole": Peer("the model, transformers", _whole, _open_transformers),
+    "hf_freeze-int8": Peer("hf_freeze, int8 in ONNX", _hf_freeze_int8, _open_runtime),
+    "hf_freeze-int4": Peer(
+        "hf_freeze, `Quantize` int4, calibrated, int8 tables, in ONNX",
+        _hf_freeze_int4("attention", "ffn"),
+        _open_runtime,
+        learns=True,
+    ),
+    "hf_freeze-int4-tables": Peer(
+        "hf_freeze, `Quantize` int4, calibrated, with the tables, in ONNX",
+        _hf_freeze_int4("attention", "ffn", "embeddings"),
+        _open_runtime,
+        learns=True,
+    ),
+    "hf_freeze-15": Peer(
+        "hf_freeze, `compress --max-bytes 15% --heal 1epoch --samples 64`",
+        compressed("15%", _open_runtime, "1epoch", 64),
+        _open_runtime,
+        learns=True,
+    ),
+    "gptq-preset": Peer("llm-compressor, GPTQ W4A16", _gptq("W4A16"), _open_transformers, _LC, True),
+    "gptq": Peer("llm-compressor, GPTQ W4A16, groups of 64 and 43", _gptq_groups, _open_transformers, _LC, True),
+    "w8a8": Peer("llm-compressor, GPTQ W8A8", _gptq("W8A8"), _open_transformers, _LC, True),
+    "sparsegpt": Peer("llm-compressor, SparseGPT 50 %", _sparsegpt, _open_transformers, _LC, True),
+    "modelopt-int8": Peer(
+        "ModelOpt, INT8_SMOOTHQUANT_CFG", _modelopt("INT8_SMOOTHQUANT_CFG"), _open_modelopt, _MO, True
+    ),
+    "modelopt-int4": Peer("ModelOpt, INT4_AWQ_CFG", _modelopt("INT4_AWQ_CFG"), _open_modelopt, _MO, True),
+    "modelopt-nvfp4": Peer("ModelOpt, NVFP4_DEFAULT_CFG", _modelopt("NVFP4_DEFAULT_CFG"), _open_modelopt, _MO, True),
+    "onnx-int8": Peer("optimum and ONNX Runtime, int8", _onnx_int8, _open_onnx, "onnx"),
+    "onnx-int4": Peer("optimum and ONNX Runtime, 4 bits (MatMulNBits)", _onnx_int4, _open_onnx, "onnx"),
+    "openvino-int8": Peer("optimum-intel, OpenVINO and NNCF, int8 weights", _openvino(bits=8), _open_openvino, _OV),
+    "openvino-int4": Peer(
+        "optimum-intel, OpenVINO and NNCF, int4, GPTQ", _openvino(**_INT4), _open_openvino, _OV, True
+    ),
+}
+
+
+if __name__ == "__main__":
+    one_tool.main(PEERS)
