@@ -12,6 +12,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding as MarianPositions
 
+try:
+    from transformers.integrations.heterogeneity.configuration_utils import HeterogeneousConfigMixin as _Above
+except ImportError:  # of earlier versions
+    _Above = PreTrainedConfig  # type: ignore[misc]
+
 _COPIES: dict[type, Any] = copy._deepcopy_dispatch  # type: ignore[attr-defined]
 _ATOMS = frozenset(kind for kind, how in _COPIES.items() if how is copy._deepcopy_atomic)  # type: ignore[attr-defined]
 _PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -37,7 +42,7 @@ def install() -> None:
 
 def _field(config: Any, name: str) -> Any:
     """transformers runs two functions in Python for each field that is read."""
-    get = functools.partial(object.__getattribute__, config)
+    get = super(_Above, config).__getattribute__
     if "_heterogeneity_spec" in get("__dict__"):
         return _field_of_transformers(config, name)
     return get(get("attribute_map").get(name, name))

@@ -91,7 +91,7 @@ def test_the_list_says_what_each_recipe_is_for_and_what_it_needs():
     assert re.search(
         r"^  freeze_ablation/tatoeba +translation +6 rows  folder data/tatoeba_tr_en$", printed, re.MULTILINE
     )
-    assert "sequence-classification  8 rows  folder data/rte, --set backbone.pretrained=MODEL\n" in printed
+    assert "sequence-classification  9 rows  folder data/rte, --set backbone.pretrained=MODEL\n" in printed
     assert "10 rows  built-in data, finished runs/factorized-embeddings-bert\n" in printed
     assert "translation              search  built-in data\n" in printed
 
