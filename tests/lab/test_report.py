@@ -210,7 +210,7 @@ def test_the_answer_comes_with_its_interval_and_seeds(tmp_path, monkeypatch):
         r"\(95 % interval [+−]\d\.\d\d to [+−]\d\.\d\d; "
     )
     assert re.fullmatch(f"Smallest that is not told apart from row 0{row}" + r"3 seeds\)\.", answer_of(ROWS))
-    few = r"Smallest without a significant loss \(too few seeds to test\)"
+    few = r"Smallest without a significant loss \(too few seeds\)"
     assert re.fullmatch(few + row + r"one seed\)\.", answer_of(ROWS, seeds=(1,)))
     assert answer_of(ROWS | {"3": ("better", 0.95)}).startswith("Smallest without a loss, and better: better (row 3), ")
     monkeypatch.setitem(SCORING, "translation", replace(SCORING["translation"], margin=50.0))
@@ -373,4 +373,4 @@ def test_a_row_that_loses_much_is_no_answer_for_want_of_seeds(tmp_path):
     report.differences[0] = replace(report.differences[0], low=-5.8, difference=-4.6, high=-3.5, p_corrected=0.2)
     assert answer(report).startswith("The smaller row is measurably worse than ✓✓✓ all trained (row 0): bad (row 1), ")
     report.differences[0] = replace(report.differences[0], low=-1.8, difference=-0.9, high=0.1)
-    assert answer(report).startswith("Smallest without a significant loss (too few seeds to test): bad (row 1), ")
+    assert answer(report).startswith("Smallest without a significant loss (too few seeds): bad (row 1), ")

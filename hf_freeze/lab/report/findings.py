@@ -54,7 +54,7 @@ def _without_loss(report: Report, row: dict[str, Any]) -> str:
     if report.differs(row):
         return "Smallest without a loss, and better"
     if test is not None and not test.seeds:
-        return f"Smallest without a significant loss ({TOO_FEW})"
+        return "Smallest without a significant loss (too few seeds)"
     if test is not None and report.task.loses_at_most(test.low, test.high):
         return f"Smallest that loses less than {report.task.margin_in_words}"
     return f"Smallest that is not told apart from row {report.rows[0]['row']}"
