@@ -6,8 +6,17 @@ from typing import Annotated
 import typer
 
 from hf_freeze import terminal
-from hf_freeze.cli import options as shared
-from hf_freeze.cli.options import BaseModel, Datasets, Folder, Languages, License
+from hf_freeze.cli.options import (
+    BaseModel,
+    CalibrationTexts,
+    Column,
+    Datasets,
+    Folder,
+    Languages,
+    License,
+    Samples,
+    sampled_texts,
+)
 
 
 def card(
@@ -23,9 +32,9 @@ def card(
     compared_with: Annotated[
         str | None, typer.Option(help="The original, whose answers to --texts are compared: directory or Hub id.")
     ] = None,
-    texts: shared.CalibrationTexts = None,
-    column: shared.Column = "text",
-    samples: shared.Samples = 512,
+    texts: CalibrationTexts = None,
+    column: Column = "text",
+    samples: Samples = 512,
 ) -> None:
     """Write a model card from the record of a run: methods, sizes, scores, settings, limits.
 
@@ -47,7 +56,7 @@ def card(
         if compared_with is not None and texts is not None:
             from hf_freeze.publish.export.served import served_fidelity
 
-            found = served_fidelity(compared_with, source.model, shared.sampled_texts(texts, column, samples))
+            found = served_fidelity(compared_with, source.model, sampled_texts(texts, column, samples))
             compared = compared_with, found
         path = out or source.model / "README.md"
         text = model_card(

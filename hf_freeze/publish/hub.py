@@ -52,19 +52,25 @@ def push(
     Raises ValueError if the folder has no complete model or `card_options` meet a card, and OSError if the Hub cannot be
     reached or refuses the push.
     """
-    source = read_trained_model(Path(folder))
-    finish_model(source.model)
-    with tempfile.TemporaryDirectory() as stage:
-        assemble(source, Path(stage), repo_id, **card_options)
-        return _upload(Path(stage), repo_id, private, revision, token, message or f"Push {source.model.parent.name}")
+    with _staged(folder, repo_id, card_options) as (source, stage):
+        return _upload(stage, repo_id, private, revision, token, message or f"Push {source.model.parent.name}")
 
 
 def files_to_push(folder: Path, repo_id: str, **card_options: Any) -> dict[str, int]:
     """What `push` would publish, file -> its bytes, found without the Hub. Arguments and errors as there."""
-    with tempfile.TemporaryDirectory() as stage:
-        assemble(read_trained_model(Path(folder)), Path(stage), repo_id, **card_options)
-        files = sorted(path for path in Path(stage).rglob("*") if path.is_file())
+    with _staged(folder, repo_id, card_options) as (_, stage):
+        files = sorted(path for path in stage.rglob("*") if path.is_file())
         return {path.relative_to(stage).as_posix(): path.stat().st_size for path in files}
+
+
+@contextmanager
+def _staged(folder: Path, repo_id: str, card_options: dict[str, Any]) -> Iterator[tuple[TrainedModel, Path]]:
+    """The model, after a save of it that was interrupted is completed, and a folder with all files of the commit."""
+    source = read_trained_model(Path(folder))
+    finish_model(source.model)
+    with tempfile.TemporaryDirectory() as stage:
+        assemble(source, Path(stage), repo_id, **card_options)
+        yield source, Path(stage)
 
 
 def push_model(

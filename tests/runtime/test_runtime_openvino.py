@@ -50,12 +50,13 @@ def test_answers_about_texts_are_those_in_onnx(encoders):
                 np.testing.assert_allclose(mine[name], value, atol=2e-5, err_msg=f"{task}: {name}")
 
 
-@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
-def test_written_texts_are_those_in_onnx(translator, generator, beams):
+@pytest.mark.parametrize(
+    "settings", [{"num_beams": 1}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"]
+)
+def test_written_texts_are_those_in_onnx(translator, generator, settings):
     for folder in (translator, generator):
-        settings = f"max_new_tokens=10, num_beams={beams}, num_return_sequences={beams}"
-        found, _ = in_openvino(folder, f"model(texts, {settings})")
-        assert found == runtime.open(folder)(TEXTS, max_new_tokens=10, num_beams=beams, num_return_sequences=beams)
+        found, _ = in_openvino(folder, f"model(texts, max_new_tokens=10, **{settings})", threads=1)
+        assert found == runtime.open(folder)(TEXTS, max_new_tokens=10, **settings)
 
 
 def test_wrong_settings_and_files_are_refused(encoders, tmp_path):
