@@ -1,20 +1,12 @@
 """benchmarks/peers/accepted.py: what it counts as taken, and as opened again."""
 
-import importlib
-import os
-
 import pytest
 import torch
-from support import ROOT
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "peers")
-    before = dict(os.environ)  # halve.py goes offline when it is imported; later tests have a Hub of their own
-    yield importlib.import_module("accepted")
-    os.environ.clear()
-    os.environ.update(before)
+def benchmark(peer_script):
+    return peer_script("accepted")
 
 
 @pytest.fixture

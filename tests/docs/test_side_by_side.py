@@ -9,19 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from support import ROOT
 from support.cases import ALL
 from support.text import SOURCE, TARGET, fast_tokenizer
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "peers")
-    before = dict(os.environ)  # one_tool.py goes offline when it is imported; later tests have a Hub of their own
-    yield importlib.import_module("side_by_side")
-    os.environ.clear()
-    os.environ.update(before)
+def benchmark(peer_script):
+    return peer_script("side_by_side")
 
 
 @pytest.fixture
