@@ -46,11 +46,14 @@ def _open_transformers(folder: Path) -> Answer:
     return _answer(AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))
 
 
-def _hf_freeze_int8(model: str, texts: list[str], out: Path) -> Answer:
-    from hf_freeze.publish.export import export_model
+def _hf_freeze_int8(open_folder: Callable[[Path], Answer]) -> Callable[[str, list[str], Path], Answer]:
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        from hf_freeze.publish.export import export_model
 
-    export_model(model, "onnx", quantization="int8", out=out)
-    return _open_runtime(out)
+        export_model(model, "onnx", quantization="int8", out=out)
+        return open_folder(out)
+
+    return make
 
 
 def _hf_freeze_int4(*parts: str) -> Callable[[str, list[str], Path], Answer]:
@@ -78,6 +81,24 @@ def _open_runtime(folder: Path) -> Answer:
 
     def answer(texts: list[str]) -> list[tuple[float, int]]:
         return [_costs(model.token_ids([text])[0], model.outputs([text])[0]["logits"]) for text in texts]
+
+    return answer
+
+
+def _open_written(folder: Path) -> Answer:
+    """Costs each token as when the model writes it: inputs are then rounded for it alone, not by one range for the text."""
+    from hf_freeze import runtime
+    from hf_freeze.runtime.decoding import Decoder
+
+    model = runtime.open(folder, threads=1)
+
+    def answer(texts: list[str]) -> list[tuple[float, int]]:
+        costs = []
+        for ids in model.token_ids(texts):
+            start = {"attention_mask": np.ones((1, 1), np.int64), "position_ids": np.zeros((1, 1), np.int64)}
+            decoder = Decoder(model.parts.sessions["model"], start, rows=1)
+            costs.append(_costs(ids, np.stack([decoder.scores(np.array([[token]]))[0] for token in ids])))
+        return costs
 
     return answer
 
@@ -236,7 +257,10 @@ _LC, _MO, _OV = "llm-compressor", "modelopt", "openvino"
 _INT4 = {"bits": 4, "group_size": 64, "group_size_fallback": "adjust", "gptq": True}
 PEERS = {
     "whole": Peer("the model, transformers", _whole, _open_transformers),
-    "hf_freeze-int8": Peer("hf_freeze, int8 in ONNX", _hf_freeze_int8, _open_runtime),
+    "hf_freeze-int8": Peer("hf_freeze, int8 in ONNX", _hf_freeze_int8(_open_runtime), _open_runtime),
+    "hf_freeze-int8-written": Peer(
+        "hf_freeze, int8 in ONNX, a token at a time", _hf_freeze_int8(_open_written), _open_written
+    ),
     "hf_freeze-int4": Peer(
         "hf_freeze, `Quantize` int4, calibrated, int8 tables, in ONNX",
         _hf_freeze_int4("attention", "ffn"),
