@@ -53,8 +53,8 @@ def diff(
 
 def _show_tensors(first: str, second: str, top: int) -> None:
     from hf_freeze.analysis.diff import KINDS, SAME, compare
+    from hf_freeze.methods.registry import shortened
     from hf_freeze.model.loading import load_model
-    from hf_freeze.publish.cards import shortened
 
     comparison = compare(load_model(first), load_model(second))
     for name, one, other in comparison.settings:

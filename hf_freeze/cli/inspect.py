@@ -56,7 +56,7 @@ def inspect(
 
 
 def _short(value: Any) -> str:
-    from hf_freeze.publish.cards import shortened
+    from hf_freeze.methods.registry import shortened
 
     return str(shortened(value)) if isinstance(value, (list, dict)) else repr(value)
 

@@ -110,3 +110,13 @@ def methods_from_file(path: Path) -> tuple[list[Method], Any]:
             f"{path} must hold a list of methods, such as `- {{method: low_rank, rank: 64}}`, or budget and methods"
         )
     return [method_from_dict(item) for item in data], budget
+
+
+def shortened(value: Any) -> Any:
+    """A list of more than 20 entries, such as the ids of a vocabulary, as a string with its first and last values, also in dicts
+    and lists; other values are unchanged."""
+    if isinstance(value, dict):
+        return {name: shortened(inner) for name, inner in value.items()}
+    if isinstance(value, list) and len(value) > 20:
+        return f"{value[:3]} ... {value[-1:]} ({len(value)})".replace("] ... [", ", ..., ")
+    return [shortened(inner) for inner in value] if isinstance(value, list) else value

@@ -15,6 +15,7 @@ from hf_freeze.architectures.derive import base_model
 from hf_freeze.architectures.fields import change
 from hf_freeze.architectures.kinds import tells_kinds
 from hf_freeze.compat.transformers import LAYER_NUMBERS, is_quantized, keep_on_save
+from hf_freeze.methods.registry import shortened
 from hf_freeze.model.config import cache_fields, native_config
 from hf_freeze.model.paging import Paged
 from hf_freeze.model.sharing import memory_of, use_up
@@ -48,6 +49,7 @@ def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
                 method.merge(source, variant.architecture)
     on_meta = variant.device.type == "meta"
     config = native_config_of(variant.native_class, source.config)
+    _note_methods(config, variant.config)
     with torch.device("meta") if on_meta else no_draws(variant.dtype):
         native: Any = variant.native_class(config)
     _check_layers(native, source, variant.config, variant.architecture)
@@ -152,6 +154,15 @@ def native_config_of(native_class: Any, config: Any) -> Any:
     native.architectures = [native_class.__name__]
     set_fields(native, cache_fields(config))
     return native
+
+
+def _note_methods(native: Any, config: Any) -> None:
+    """Have the config of a merged model say what was done to it, for its card: to what it was made of, too, if that was merged."""
+    earlier = getattr(config, "hf_freeze_merged", None) or {}
+    native.hf_freeze_merged = {
+        "methods": [*earlier.get("methods", ()), *map(shortened, config.methods)],
+        "calibration": config.calibration or earlier.get("calibration"),
+    }
 
 
 def copy_runtime(old: Any, new: Any) -> None:

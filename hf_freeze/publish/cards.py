@@ -18,7 +18,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_freeze.analysis.accounting import count_parameters, stored_bytes
 from hf_freeze.architectures.tasks import AUTO_CLASSES, task_of
 from hf_freeze.install import how_to_install
-from hf_freeze.methods.registry import METHODS
+from hf_freeze.methods.registry import METHODS, shortened
 from hf_freeze.model.build import VariantMixin
 from hf_freeze.model.fidelity import Fidelity
 from hf_freeze.model.loading import empty_model
@@ -155,7 +155,11 @@ def model_card(
     name, settings = repo_id or UNNAMED, source.settings or {}
     trained_on = list(datasets) or ([settings["data"]["hub"]] if "hub" in settings.get("data", {}) else [])
     results = _results(source, task, trained_on)
-    tags = dict.fromkeys(method["method"].replace("_", "-") for method in model.config.methods) if is_variant else {}
+    changes = vars(model.config) if is_variant else getattr(model.config, "hf_freeze_merged", None) or {}
+    done = [
+        settings for settings in changes.get("methods", ()) if settings["method"] in METHODS
+    ]  # of a later version, perhaps
+    tags = dict.fromkeys(method["method"].replace("_", "-") for method in done)
     data = ModelCardData(
         library_name="transformers" if remote_code or not is_variant else "hf_freeze",
         pipeline_tag=_TAGS[task],
@@ -164,7 +168,7 @@ def model_card(
         language=list(language) or None,
         license=license,
         metrics=[result.metric_type for result in results] or None,
-        tags=["hf_freeze", *tags] if is_variant else None,
+        tags=["hf_freeze", *tags] if done else None,
         model_name=name.split("/")[-1],
         eval_results=results or None,
     )
@@ -184,23 +188,14 @@ def model_card(
         remote_code=remote_code,
         needs_hf_freeze=is_variant and not (remote_code and is_native(model)),
         how_to_install=how_to_install(),
-        methods=[_describe(settings) for settings in getattr(model.config, "methods", ())],
+        methods=[_describe(settings) for settings in done],
         original=compared and without_folder(compared[0]),
         fidelity=compared and compared[1],
-        calibration=getattr(model.config, "calibration", None),
+        calibration=changes.get("calibration"),
         sizes=[*counts.by_component.items(), ("all", counts)],
         stored_bytes=stored_bytes(model),
         **({} if source.record is None else _of_run(source)),
     )
-
-
-def shortened(value: Any) -> Any:
-    """A long list, such as the ids of a vocabulary, as a string with its first and last values, also in dicts; other values are
-    unchanged."""
-    if isinstance(value, dict):
-        return {name: shortened(inner) for name, inner in value.items()}
-    is_long = isinstance(value, list) and len(value) > 20
-    return f"{value[:3]} ... {value[-1:]} ({len(value)})".replace("] ... [", ", ..., ") if is_long else value
 
 
 def _describe(settings: dict[str, Any]) -> dict[str, Any]:

@@ -466,6 +466,22 @@ def test_a_native_model_needs_no_code(tmp_path):
     assert "trust_remote_code" not in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_merged_model_says_what_was_done_to_it(tmp_path):
+    """Also by an earlier merge, and only what this version knows."""
+    first = build(plain(ARCHITECTURES["bert"], methods.LowRank(rank=4))).merge()
+    second = make_variant(first, [methods.LayerSelection(keep={"encoder": [1]})]).merge()
+    second.config.hf_freeze_merged["methods"].append({"method": "of_tomorrow"})
+    second.save_pretrained(tmp_path / "model")
+    card = model_card(read_trained_model(tmp_path / "model"), "me/x")
+    assert "with the methods below, and merged into a model that needs no hf_freeze" in card.text
+    assert re.findall(r"- \*\*(\w+)\*\*\. .*\n  Settings: `(.*)`", card.text) == [
+        ("LowRank", '{"rank": 4}'),
+        ("LayerSelection", '{"keep": {"encoder": [1]}}'),
+    ]
+    assert card.data.tags == ["hf_freeze", "low-rank", "layer-selection"]
+    assert card.data.library_name == "transformers"
+
+
 def test_a_model_of_the_hub_is_trimmed(loopback, tmp_path):
     """With what sentence-transformers reads beside it; the card names it."""
     folder = tmp_path / "encoder"
