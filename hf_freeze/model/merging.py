@@ -157,7 +157,7 @@ def native_config_of(native_class: Any, config: Any) -> Any:
 
 
 def _note_methods(native: Any, config: Any) -> None:
-    """Have the config of a merged model say what was done to it, for its card, also to what that was made of, if it was merged."""
+    """Have the config of a merged model say what was done to it, for its card. Earlier merges are said too."""
     earlier = getattr(config, "hf_freeze_merged", None) or {}
     native.hf_freeze_merged = {
         "methods": [*earlier.get("methods", ()), *map(shortened, config.methods)],
