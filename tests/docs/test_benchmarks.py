@@ -21,7 +21,7 @@ from transformers import AutoModel, BertConfig, MarianConfig
 from hf_freeze import make_variant, methods, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.lab import data
-from hf_freeze.lab.runs.text_training import backbone_config
+from hf_freeze.lab.runs.backbones import backbone_config
 
 FOLDER = ROOT / "benchmarks"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if not file.name.startswith("_"))

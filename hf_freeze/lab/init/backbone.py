@@ -8,7 +8,9 @@ import torch
 from hf_freeze.architectures.registry import architecture_for
 from hf_freeze.architectures.roles import features
 from hf_freeze.lab.init.data import BUILTIN
+from hf_freeze.lab.recipes import settings as recipe_settings
 from hf_freeze.lab.recipes.load import read_recipe
+from hf_freeze.lab.runs.backbones import Untrained, backbone_config
 from hf_freeze.lab.tasks.registry import task_of
 from hf_freeze.model.loading import check_exists, load_tokenizer
 from hf_freeze.model.make import make_variant
@@ -52,7 +54,8 @@ def backbone_for(task: str, name: str, data: str) -> Backbone:
         if data != BUILTIN:  # those of the recipe are for a text of a certain size
             sections["training"] = {**sections["training"], "epochs": 6 if task == "translation" else 3}
             sections["training"].pop("evaluations", None)
-        config = _config(sections)
+        settings = recipe_settings.Backbone.model_validate(sections["backbone"])
+        config = backbone_config(settings, Untrained(sections["tokenizer"]["vocab_size"]))
     else:
         check_exists(name)
         from transformers import AutoConfig
@@ -74,16 +77,6 @@ def backbone_for(task: str, name: str, data: str) -> Backbone:
         raise ValueError(f"--model {name} does not fit --task {task}: {error}") from error
     width, ffn = _sizes(model)
     return Backbone(model=model, sections=sections, width=width, ffn=ffn, is_fresh=name == NEW)
-
-
-def _config(sections: dict[str, Any]) -> Any:
-    """As a run makes it (`text_training.backbone_config`), except for the size of the vocabulary, which the data decide."""
-    from transformers import AutoConfig
-
-    fields: dict[str, Any] = {"vocab_size": sections["tokenizer"]["vocab_size"], "pad_token_id": 0, "eos_token_id": 1}
-    if sections["backbone"]["model_type"] == "marian":
-        fields["decoder_start_token_id"] = 0
-    return AutoConfig.for_model(sections["backbone"]["model_type"], **fields, **sections["backbone"]["config"])
 
 
 def _sizes(model: Any) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from hf_freeze.lab.recipes.expand import expand
 from hf_freeze.lab.recipes.recipe import Recipe, Run
+from hf_freeze.lab.runs.backbones import check_methods
 from hf_freeze.lab.runs.claim import check_files, check_folder, check_free, check_other_grid, claim_all
 from hf_freeze.lab.runs.collect import write_results
 from hf_freeze.lab.runs.drive import drive, error_of
@@ -101,6 +102,8 @@ def _check(recipe: Recipe, runs: list[Run], out: Path, jobs: int, ray: RayOption
     check_tracker(recipe.report_to)
     for name in {run.pretrained for run in runs if run.pretrained is not None}:
         check_exists(name)
+    for run in {run.row: run for run in runs if not run.is_finished(out)}.values():
+        check_methods(run)
     for run in runs:
         check_folder(run.folder(out), run)
         check_other_grid(out, run)

@@ -16,8 +16,9 @@ from hf_freeze.architectures.tasks import AUTO_CLASSES
 from hf_freeze.lab import data as hf_data
 from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.recipes.rows import method_of
-from hf_freeze.lab.recipes.settings import Backbone, Tokenizer, Training
+from hf_freeze.lab.recipes.settings import Tokenizer, Training
 from hf_freeze.lab.runs import measured_heads, measured_maps
+from hf_freeze.lab.runs.backbones import backbone_config
 from hf_freeze.lab.runs.calibrated import calibration
 from hf_freeze.lab.runs.chosen_layers import selection
 from hf_freeze.lab.runs.resume import check_data
@@ -240,17 +241,6 @@ class TextRun:
             self.job.report({"stage": "mapping attention and embeddings"})
             batches = trainer.get_eval_dataloader(self.encoded["dev"])
             measured_maps.measure(run.pictures, folder, self.model, self.tokenizer, self.encoded["train"], batches)
-
-
-def backbone_config(settings: Backbone, tokenizer: Any, **fields: Any) -> transformers.PreTrainedConfig:
-    """The config of a fresh backbone whose vocabulary and special tokens are the tokenizer's. `fields`: what else is known."""
-    vocabulary, pad, eos = len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id
-    ids = {"vocab_size": vocabulary, "pad_token_id": pad, "eos_token_id": eos}
-    if settings.model_type == "marian":
-        ids |= {"decoder_vocab_size": vocabulary, "decoder_start_token_id": pad, "forced_eos_token_id": eos}
-    else:
-        ids |= {"bos_token_id": eos}
-    return transformers.AutoConfig.for_model(settings.model_type, **ids, **fields, **settings.config)
 
 
 class Paused(Exception):

@@ -10,7 +10,8 @@ from hf_freeze import make_variant
 from hf_freeze.analysis.accounting import count_parameters, forward_multiply_adds, stored_bytes
 from hf_freeze.lab.recipes.recipe import Recipe, Run
 from hf_freeze.lab.recipes.rows import method_of
-from hf_freeze.lab.runs.text_training import backbone_config, new_tokenizer
+from hf_freeze.lab.runs.backbones import backbone_config
+from hf_freeze.lab.runs.text_training import new_tokenizer
 from hf_freeze.lab.tasks.base import Task
 from hf_freeze.lab.tasks.registry import task_of
 

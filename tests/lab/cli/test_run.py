@@ -77,8 +77,10 @@ def test_wrong_input_is_one_line(recipe_file, tmp_path, monkeypatch):
 
 
 def test_a_failed_grid_has_exit_code_2(tmp_path):
-    rows = {"0": {"label": "x", "methods": [{"method": "freeze", "layers": {"encoder": [9]}}]}}
-    path = write_recipe(tmp_path / "r.yaml", rows=rows)
+    rows = {
+        "0": {"label": "more tokens than the data", "methods": [{"method": "adaptive_embedding", "cutoffs": [4000]}]}
+    }
+    path = write_recipe(tmp_path / "r.yaml", rows=rows, **{"presets/small/tokenizer/vocab_size": 5000})
     assert "1 of 1 runs failed" in one_line_error("run", path, "--out", tmp_path / "out")
 
 

@@ -14,7 +14,7 @@ from transformers import Seq2SeqTrainingArguments
 from hf_freeze import make_variant
 from hf_freeze.data import TokenBatchSampler, train_tokenizer
 from hf_freeze.lab.recipes.recipe import Run
-from hf_freeze.lab.runs.text_training import backbone_config
+from hf_freeze.lab.runs.backbones import backbone_config
 from hf_freeze.lab.tasks.registry import task_of
 
 RECIPES = {

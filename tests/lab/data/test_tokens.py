@@ -31,8 +31,8 @@ from hf_freeze.lab.data import (
 )
 from hf_freeze.lab.recipes.recipe import Run
 from hf_freeze.lab.recipes.settings import Data
+from hf_freeze.lab.runs.backbones import backbone_config
 from hf_freeze.lab.runs.processes import Processes
-from hf_freeze.lab.runs.text_training import backbone_config
 from hf_freeze.lab.tasks.registry import task_of
 
 SIDES = {"input_ids": "source", "labels": "target"}
