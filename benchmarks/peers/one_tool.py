@@ -1,5 +1,5 @@
-"""What encode.py, translate.py and predict.py share: `PEER make|use MODEL TEXTS FOLDER`, a tool's two steps, with the
-Python of its environment.
+"""What encode.py, translate.py, predict.py, classify.py and see.py share: `PEER make|use MODEL TEXTS FOLDER`, a tool's two
+steps, with the Python of its environment.
 
 They need numpy and that tool alone. `make` writes a smaller model to FOLDER/model from MODEL and, where the tool
 learns, from the texts of TEXTS/learnt.json; `use` opens it in a new process, on one core, and answers those of

@@ -5,6 +5,8 @@
     python benchmarks/peers/side_by_side.py translator MODEL --data multi30k --environments FOLDER --keep runs/translators
     python benchmarks/peers/side_by_side.py language-model MODEL --environments FOLDER --keep runs/language_models
     python benchmarks/peers/side_by_side.py classifier MODEL --data sst2 --environments FOLDER --keep runs/classifiers
+    python benchmarks/peers/train_vit.py MNIST MODEL
+    python benchmarks/peers/side_by_side.py image-classifier MODEL --data mnist --environments FOLDER --keep runs/images
 
 Claims: none; the table says what comes of it.
 
@@ -14,7 +16,8 @@ other images. A translator: tools that learn do so from train.de.gz, and BLEU is
 writes all texts itself, drawn at random with all probabilities: 2,000 to learn from, and 500 of which the perplexity
 is, in the number of its own tokens. Nothing can predict those better than the model, but by chance: the log of a ratio
 of perplexities is a KL divergence. A classifier: tools that learn do so from the texts of train.jsonl.gz, without their
-labels, and accuracy is of dev.jsonl.gz.
+labels, and accuracy is of dev.jsonl.gz. A classifier of images: tools that learn do so from the first 512 training images of
+MNIST, and accuracy is of its 10,000 test images.
 
 Each tool runs in an environment of its own, as its documentation says: once to make the model, and once more, in a
 new process on one core, to open and use it. Columns:
@@ -22,14 +25,15 @@ new process on one core, to open and use it. Columns:
 - folder: MB of all files, tokenizer included;
 - the score, and its difference from the model's (of perplexities, the ratio) with a 95 % interval, by a paired
   bootstrap over what is asked;
-- ms: of the core, for a text alone (of a language model, what it costs in nats), the median of 300, and its share of the
-  model's; seconds to make it; peak memory of answering these texts;
+- ms: of the core, for a text or image alone (of a language model, what it costs in nats), the median of 300, and its share of the
+  model's; seconds to make it; peak memory of answering these;
 - again: whether the new process computes exactly what was computed before saving;
 - lines of code to make it, imports included.
 
 What is done is kept in `--keep`: the command continues where it stopped. The picture front.png has all of them.
 """
 
+import base64
 import gzip
 import inspect
 import json
@@ -48,6 +52,7 @@ import classify
 import encode
 import numpy as np
 import predict
+import see
 import translate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -56,9 +61,11 @@ import _shared
 from accepted import install
 from compressed_language import written
 from compressed_texts import captions, hits
+from train_vit import split
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -68,7 +75,7 @@ from hf_freeze.analysis import compare
 from hf_freeze.io import bytes_of
 from hf_freeze.scores import bleu, bleu_items
 
-HERE, IMAGES = Path(__file__).parent, 5000
+HERE, IMAGES, SEEN = Path(__file__).parent, 5000, 512
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,7 @@ class Kind:
     items: Callable[[np.ndarray, Any], np.ndarray]  # answers, options -> (N, k) to sum
     of_sums: Callable[[np.ndarray], np.ndarray]
     is_log: bool = False  # of_sums gives the log of the score, which is better if lower; differences are then ratios
+    item: str = "text"  # that is asked
 
 
 def every_caption(options: Any) -> tuple[list[str], list[str]]:
@@ -122,12 +130,26 @@ def sentences(options: Any) -> tuple[list[str], list[str]]:
 
 
 def right_classes(answers: np.ndarray, options: Any) -> np.ndarray:
-    right = answers.argmax(1) == [row["label"] for row in labelled(options.data, "dev")]
+    return right_of(answers, [row["label"] for row in labelled(options.data, "dev")])
+
+
+def right_of(answers: np.ndarray, labels: Any) -> np.ndarray:
+    right = answers.argmax(1) == labels
     return np.stack([right, np.ones_like(right)], axis=1)
 
 
 def labelled(folder: Path, split: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines_of(folder / f"{split}.jsonl.gz")]
+
+
+def digits(options: Any) -> tuple[list[str], list[str]]:
+    images, classes = split(options.data, "train")
+    learnt = [f"{in_base64(image)} {label}" for image, label in zip(images[:SEEN], classes[:SEEN], strict=True)]
+    return learnt, [in_base64(image) for image in split(options.data, "t10k")[0]]
+
+
+def in_base64(image: np.ndarray) -> str:
+    return base64.b64encode(image.tobytes()).decode()
 
 
 KINDS = {
@@ -172,6 +194,17 @@ KINDS = {
         right_classes,
         mean_of_first,
     ),
+    "image-classifier": Kind(
+        see,
+        AutoModelForImageClassification,
+        "An image classifier",
+        "accuracy",
+        ".4f",
+        digits,
+        lambda answers, options: right_of(answers, split(options.data, "t10k")[1]),
+        mean_of_first,
+        item="image",
+    ),
 }
 
 
@@ -208,7 +241,7 @@ def main() -> None:
     picture(kind, points, options.keep / "front.png")
     change = "ratio" if kind.is_log else "difference"
     headings = ["", "folder, MB", kind.score, change, "ms", "seconds", "memory, MB", "again", "lines"]
-    summary = f"{len(asked):,} texts asked, {len(learnt):,} to learn from"
+    summary = f"{len(asked):,} {kind.item}s asked, {len(learnt):,} to learn from"
     _shared.report(options, _shared.markdown(headings, rows), summary)
 
 
@@ -217,6 +250,8 @@ def plain(model: str, folder: Path, auto: Any) -> None:
     shutil.copytree(model, folder)
     if (whole := auto.from_pretrained(model)).config.model_type.startswith("hf_freeze"):
         whole.merge().save_pretrained(folder)
+    if not (folder / "tokenizer_config.json").exists():
+        return
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -283,7 +318,7 @@ def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for axis, column, label in zip(axes, (0, 2), ("folder, MB", "ms a text"), strict=True):
+    for axis, column, label in zip(axes, (0, 2), ("folder, MB", f"ms per {kind.item}"), strict=True):
         for (name, point), marker in zip(points.items(), "*osD^vPXhd<>8pH12", strict=False):
             color = "C0" if name.startswith("hf_freeze") else "0.45"
             title = kind.tools.PEERS[name].title.replace("`", "")
