@@ -73,18 +73,23 @@ def _hf_freeze_ffn(model: str, images: list[str], out: Path) -> Answer:
     return _open_variant(out)
 
 
-def _hf_freeze_halves(model: str, images: list[str], out: Path) -> Answer:
-    from transformers import AutoModelForImageClassification
+def _hf_freeze_halves(*names: str) -> Callable[[str, list[str], Path], Answer]:
+    """Half of what each method removes, then int8."""
 
-    from hf_freeze import make_variant, methods
-    from hf_freeze.publish.export import export_model
+    def make(model: str, images: list[str], out: Path) -> Answer:
+        from transformers import AutoModelForImageClassification
 
-    whole = AutoModelForImageClassification.from_pretrained(model)
-    calibration = [{"pixel_values": pixels} for pixels in _tensors(images)]
-    halves = [methods.HeadPruning(share=0.5), methods.FFNPruning(share=0.5)]
-    make_variant(whole, halves, calibration=calibration).save_pretrained(out.parent / "variant")
-    export_model(out.parent / "variant", "onnx", quantization="int8", out=out)
-    return _open_session(out)
+        from hf_freeze import make_variant, methods
+        from hf_freeze.publish.export import export_model
+
+        whole = AutoModelForImageClassification.from_pretrained(model)
+        calibration = [{"pixel_values": pixels} for pixels in _tensors(images)]
+        halves = [getattr(methods, name)(share=0.5) for name in names]
+        make_variant(whole, halves, calibration=calibration).save_pretrained(out.parent / "variant")
+        export_model(out.parent / "variant", "onnx", quantization="int8", out=out)
+        return _open_session(out)
+
+    return make
 
 
 def _open_variant(folder: Path) -> Answer:
@@ -137,7 +142,7 @@ def _open_openvino(folder: Path) -> Answer:
     return _logits(OVModelForImageClassification.from_pretrained(folder, ov_config={"INFERENCE_NUM_THREADS": 1}))
 
 
-def _torch_pruning(importance: str) -> Callable[[str, list[str], Path], Answer]:
+def _torch_pruning(importance: str, over_layers: bool = False) -> Callable[[str, list[str], Path], Answer]:
     """Half of the FFN neurons; saved as its documentation says: the whole module."""
 
     def make(model: str, images: list[str], out: Path) -> Answer:
@@ -151,7 +156,8 @@ def _torch_pruning(importance: str) -> Callable[[str, list[str], Path], Answer]:
             whole,
             example_inputs=_tensors(images)[0],
             importance=getattr(tp.importance, importance)(),
-            pruning_ratio_dict=dict.fromkeys(roots, 0.5),
+            pruning_ratio=0.5,
+            global_pruning=over_layers,
             ignored_layers=[m for m in whole.modules() if not list(m.children()) and m not in roots],
             output_transform=lambda output: output.logits,
         )
@@ -217,9 +223,16 @@ PEERS = {
     "whole": Peer("the model, transformers", _whole, _open_whole),
     "hf_freeze-int8": Peer("hf_freeze, int8 in ONNX", _hf_freeze_int8, _open_session),
     "hf_freeze-ffn": Peer("hf_freeze, half of the FFN neurons, calibrated", _hf_freeze_ffn, _open_variant, "", True),
+    "hf_freeze-ffn-int8": Peer(
+        "hf_freeze, half of the FFN neurons, calibrated, int8 in ONNX",
+        _hf_freeze_halves("FFNPruning"),
+        _open_session,
+        "",
+        True,
+    ),
     "hf_freeze-halves": Peer(
         "hf_freeze, half of the heads and FFN neurons, calibrated, int8 in ONNX",
-        _hf_freeze_halves,
+        _hf_freeze_halves("HeadPruning", "FFNPruning"),
         _open_session,
         "",
         True,
@@ -239,6 +252,13 @@ PEERS = {
     "torch_pruning-taylor": Peer(
         "Torch-Pruning, half of the FFN neurons by Taylor, with labels",
         _torch_pruning("GroupTaylorImportance"),
+        _open_pickle,
+        _TP,
+        True,
+    ),
+    "torch_pruning-global": Peer(
+        "Torch-Pruning, the same over all layers",
+        _torch_pruning("GroupTaylorImportance", over_layers=True),
         _open_pickle,
         _TP,
         True,

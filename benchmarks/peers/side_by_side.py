@@ -16,8 +16,8 @@ other images. A translator: tools that learn do so from train.de.gz, and BLEU is
 writes all texts itself, drawn at random with all probabilities: 2,000 to learn from, and 500 of which the perplexity
 is, in the number of its own tokens. Nothing can predict those better than the model, but by chance: the log of a ratio
 of perplexities is a KL divergence. A classifier: tools that learn do so from the texts of train.jsonl.gz, without their
-labels, and accuracy is of dev.jsonl.gz. A classifier of images: tools that learn do so from the first 512 training images of
-MNIST, and accuracy is of its 10,000 test images.
+labels, and accuracy is of dev.jsonl.gz. A classifier of images: tools that learn do so from the first 512 training
+images of MNIST, and accuracy is of its 10,000 test images.
 
 Each tool runs in an environment of its own, as its documentation says: once to make the model, and once more, in a
 new process on one core, to open and use it. Columns:
@@ -25,8 +25,8 @@ new process on one core, to open and use it. Columns:
 - folder: MB of all files, tokenizer included;
 - the score, and its difference from the model's (of perplexities, the ratio) with a 95 % interval, by a paired
   bootstrap over what is asked;
-- ms: of the core, for a text or image alone (of a language model, what it costs in nats), the median of 300, and its share of the
-  model's; seconds to make it; peak memory of answering these;
+- ms: of the core, for a text or image alone (of a language model, what it costs in nats), the median of 300, and its
+  share of the model's; seconds to make it; peak memory of answering these;
 - again: whether the new process computes exactly what was computed before saving;
 - lines of code to make it, imports included.
 
@@ -61,7 +61,7 @@ import _shared
 from accepted import install
 from compressed_language import written
 from compressed_texts import captions, hits
-from train_vit import split
+from train_vit import mnist
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -143,9 +143,9 @@ def labelled(folder: Path, split: str) -> list[dict[str, Any]]:
 
 
 def digits(options: Any) -> tuple[list[str], list[str]]:
-    images, classes = split(options.data, "train")
+    images, classes = mnist(options.data, "train")
     learnt = [f"{in_base64(image)} {label}" for image, label in zip(images[:SEEN], classes[:SEEN], strict=True)]
-    return learnt, [in_base64(image) for image in split(options.data, "t10k")[0]]
+    return learnt, [in_base64(image) for image in mnist(options.data, "t10k")[0]]
 
 
 def in_base64(image: np.ndarray) -> str:
@@ -201,7 +201,7 @@ KINDS = {
         "accuracy",
         ".4f",
         digits,
-        lambda answers, options: right_of(answers, split(options.data, "t10k")[1]),
+        lambda answers, options: right_of(answers, mnist(options.data, "t10k")[1]),
         mean_of_first,
         item="image",
     ),

@@ -18,14 +18,14 @@ EPOCHS, BATCH, RATE = 4, 64, 1e-3
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 512}
 
 
-def split(mnist: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
+def mnist(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Images, (N, 28, 28), and their classes; `name` is train or t10k."""
-    return read_images(mnist / f"{name}-images-idx3-ubyte.gz", mnist / f"{name}-labels-idx1-ubyte.gz")
+    return read_images(folder / f"{name}-images-idx3-ubyte.gz", folder / f"{name}-labels-idx1-ubyte.gz")
 
 
-def main(mnist: Path, folder: Path) -> None:
+def main(data: Path, folder: Path) -> None:
     torch.manual_seed(0)
-    images, classes = split(mnist, "train")
+    images, classes = mnist(data, "train")
     model = ViTForImageClassification(ViTConfig(**SIZES, image_size=28, patch_size=7, num_channels=1, num_labels=10))
     steps = EPOCHS * (len(images) // BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -38,7 +38,7 @@ def main(mnist: Path, folder: Path) -> None:
         optimizer.zero_grad()
         schedule.step()
     model.eval().save_pretrained(folder)
-    images, classes = split(mnist, "t10k")
+    images, classes = mnist(data, "t10k")
     with torch.no_grad():
         found = model(pixel_values=torch.from_numpy(scaled(images))).logits.argmax(1).numpy()
     print(f"{(found == classes).mean():.4f} of {len(classes):,} images are classified correctly")
