@@ -49,7 +49,7 @@ def read_mark(folder: Path, formats: str | Sequence[str] | None, tasks: str | Se
     choices, kinds = ([one] if isinstance(one, str) else one for one in (tasks, formats or kind))
     if kind not in kinds or task not in choices:
         raise ValueError(
-            f"{folder} holds a {task} model for {kind}, not {' or '.join(choices)} for {' or '.join(kinds)}"
+            f"{folder} holds a model for {task} in {kind}, and this opens {' or '.join(choices)} in {' or '.join(kinds)}"
         )
     for name, digest in written.items():
         if (path := folder / name).is_file() and _digest(path) != digest:  # of one that is missing, the engine tells

@@ -109,7 +109,7 @@ def test_the_folder_is_a_model_of_transformers(translator, tmp_path):
         model(input_ids=torch.tensor([[3, 1]]))
     with pytest.raises(ValueError, match="an exported model cannot be saved again: copy its folder"):
         model.save_pretrained(tmp_path / "again")
-    with pytest.raises(ValueError, match="holds a seq2seq-lm model for onnx, not causal-lm"):
+    with pytest.raises(ValueError, match="holds a model for seq2seq-lm in onnx, and this opens causal-lm"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -122,11 +122,11 @@ def test_folders_that_cannot_be_opened_are_named(encoders, translator, tmp_path)
         ({MARK: b"{"}, "hf_freeze_export.json cannot be read; export the model again"),
         (
             {MARK: json.dumps(mark | {"format": "torch"}).encode()},
-            "holds a seq2seq-lm model for torch, not .* for onnx or openvino or static",
+            "holds a model for seq2seq-lm in torch, and this opens .* in onnx or openvino or static",
         ),
         (
             {MARK: json.dumps(mark | {"task": "speech-seq2seq"}).encode()},
-            "holds a speech-seq2seq model for onnx, not feature-",
+            "holds a model for speech-seq2seq in onnx, and this opens feature-",
         ),
         ({"decoder.onnx": None}, "lacks the part decoder; export it again"),
         ({"weights.data": weights[:-9]}, "weights.data has changed since the export: copy it again"),
