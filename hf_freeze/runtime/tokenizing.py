@@ -101,11 +101,6 @@ class Tokenizer:
         return " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
 
     @property
-    def marks_subwords(self) -> bool:
-        """Whether tokens say that they continue a word."""
-        return bool(getattr(self.tokenizer.model, "continuing_subword_prefix", None))
-
-    @property
     def unknown(self) -> int | None:
         """The id of the unknown token."""
         return self._special("unk_token")
