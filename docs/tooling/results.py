@@ -1,6 +1,7 @@
 """Published grids: docs/results keeps what their figures were computed from, and every figure can be computed again.
 
     python docs/tooling/results.py keep GRID NAME    # the folder of a grid -> NAME_runs.tar.gz and its pictures
+    python docs/tooling/results.py add GRID NAME     # further rows and seeds of that grid, from another folder
     python docs/tooling/results.py write             # from the archives: pictures and the generated parts of the pages
     python docs/tooling/results.py check             # whether these parts are those that the archives give: make results-check
     python docs/tooling/results.py html FOLDER       # from the archives: their HTML pages, NAME.html; the site has them too
@@ -18,6 +19,7 @@ what `check` reads of pages without an archive.
 import argparse
 import gzip
 import io
+import json
 import math
 import re
 import shutil
@@ -38,7 +40,8 @@ from hf_freeze.lab.report.findings import interval, quality, seeds_in_words
 from hf_freeze.lab.report.markdown import markdown
 from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.report.write import write_pages
-from hf_freeze.run_folder import COMMANDS, HEAD_SCORES, HEAD_TESTS, LATENCY, MAPS, PRECISION
+from hf_freeze.lab.runs.precision import noted_precision
+from hf_freeze.run_folder import COMMANDS, HEAD_SCORES, HEAD_TESTS, LATENCY, MAPS, PRECISION, run_folder
 
 RESULTS = Path(__file__).parents[1] / "results"
 CLAIMS = RESULTS / "claims.yaml"
@@ -70,6 +73,32 @@ def keep(grid: Path, name: str) -> None:
         files |= {f"{run.name}/{file}": text for file in SETTINGS + FIGURES if (text := _read(run / file)) is not None}
     _write_archive(RESULTS / f"{name}{ENDING}", files)
     Reports(pictures=RESULTS)[name]
+
+
+def add(grid: Path, name: str) -> None:
+    """Archive the runs of a grid that the archive of its name lacks, beside those that it has.
+
+    Raises ValueError if there are none, and for runs in another precision.
+    """
+    with _unpacked(name) as kept:
+        precisions = [noted_precision(folder) or "fp32" for folder in (kept, grid)]
+        if len(set(precisions)) > 1:
+            raise ValueError(f"{name} has runs in {precisions[0]}, {grid} in {precisions[1]}")
+        records = (grid / "results.jsonl").read_text(encoding="utf-8").splitlines()
+        runs = {run_folder(grid, json.loads(record)): record for record in records}
+        new = {run: record for run, record in runs.items() if not (kept / run.name).exists()}
+        if not new:
+            raise ValueError(f"{name} has all runs of {grid}")
+        for run in new:
+            shutil.copytree(run, kept / run.name, ignore=shutil.ignore_patterns("checkpoints", "*.safetensors"))
+        for file, lines in (("results.jsonl", new.values()), (COMMANDS, _lines(grid / COMMANDS))):
+            text = "\n".join(dict.fromkeys([*_lines(kept / file), *lines]))
+            (kept / file).write_text(f"{text}\n", encoding="utf-8")
+        keep(kept, name)
+
+
+def _lines(path: Path) -> list[str]:
+    return (_read(path) or b"").decode().splitlines()
 
 
 def publish(report: Report, name: str, *, html: Path | None = None, pictures: Path | None = None) -> None:
@@ -254,9 +283,10 @@ def write_html(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    kept = commands.add_parser("keep", help="archive the folder of a grid")
-    kept.add_argument("grid", type=Path)
-    kept.add_argument("name")
+    for command, what in (("keep", "the folder of a grid"), ("add", "further runs of a grid that has an archive")):
+        kept = commands.add_parser(command, help=f"archive {what}")
+        kept.add_argument("grid", type=Path)
+        kept.add_argument("name")
     commands.add_parser("write", help="write the tables and pictures of all pages from the archives")
     commands.add_parser("check", help="compare what they say with the archives")
     commands.add_parser("html", help="write the HTML page of each archive").add_argument("folder", type=Path)
@@ -264,8 +294,8 @@ def main() -> None:
     if arguments.command == "html":
         write_html(arguments.folder)
         return
-    if arguments.command == "keep":
-        keep(arguments.grid, arguments.name)
+    if arguments.command in ("keep", "add"):
+        (keep if arguments.command == "keep" else add)(arguments.grid, arguments.name)
         return
     wrong, reports = [], Reports(pictures=RESULTS if arguments.command == "write" else None)
     for path, text in pages(reports).items():

@@ -1,5 +1,6 @@
 """`make results-check`, on a grid made here: published figures are those that the kept records give."""
 
+import json
 import shutil
 import sys
 
@@ -108,6 +109,28 @@ def test_an_archive_is_the_same_again_and_names_no_folder_of_a_machine(folder, t
     settings.write_text('{"teacher": "/home/me/runs/teacher"}')
     with pytest.raises(ValueError, match=r'run\.json names a folder .*: "/home/me/runs/teacher"'):
         results.keep(tmp_path / "grid", "tiny")
+
+
+def test_further_runs_are_added_to_an_archive(folder, tmp_path, monkeypatch):
+    """Rows and seeds that it lacks, from another folder, give the archive of all in one."""
+    whole = (folder / "tiny_runs.tar.gz").read_bytes()
+    first, later = tmp_path / "first", tmp_path / "later"
+    for part, others in ((first, "3"), (later, "12")):
+        shutil.copytree(tmp_path / "grid", part, ignore=shutil.ignore_patterns(f"row-*-seed-[{others}]"))
+        records = (part / "results.jsonl").read_text().splitlines()
+        some = [record for record in records if str(json.loads(record)["seed"]) not in others]
+        (part / "results.jsonl").write_text("\n".join(some) + "\n")
+    (later / "row-3-seed-3" / "model").mkdir(exist_ok=True)
+    (later / "row-3-seed-3" / "model" / "model.safetensors").write_bytes(b"weights")
+    command(monkeypatch, "keep", first, "tiny")
+    assert (folder / "tiny_runs.tar.gz").read_bytes() != whole
+    command(monkeypatch, "add", later, "tiny")
+    assert (folder / "tiny_runs.tar.gz").read_bytes() == whole
+    with pytest.raises(ValueError, match=r"tiny has all runs of .*later"):
+        results.add(later, "tiny")
+    (later / "precision.txt").write_text("bf16\n")
+    with pytest.raises(ValueError, match=r"tiny has runs in fp32, .*later in bf16"):
+        results.add(later, "tiny")
 
 
 def test_what_cannot_be_compared_is_said(folder, tmp_path):
