@@ -1,5 +1,5 @@
-"""Models for other engines: ONNX Runtime, torch.export, AOTInductor, ExecuTorch, CTranslate2, and plain transformers
-without hf_freeze.
+"""Models for other engines: ONNX Runtime, OpenVINO, torch.export, AOTInductor, ExecuTorch, CTranslate2, llama.cpp, web
+browsers, and transformers without hf_freeze.
 
 from hf_freeze.publish.export import CTranslate2Translator, export_model
 
