@@ -8,7 +8,6 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from hf_freeze._moved import find_moved_modules
 from hf_freeze._version import __version__ as __version__
 from hf_freeze.compat.registration import register_when_imported
 from hf_freeze.install import how_to_install
@@ -80,4 +79,3 @@ def _push(model: Any, repo_id: str, **options: Any) -> Any:
 
 _pushing.push = _push
 register_when_imported({"hf_freeze_": _variant_config, "exported_by_hf_freeze": _exported_config})
-find_moved_modules()

@@ -1,8 +1,5 @@
 """Lines of text files, tokenizers and batches by tokens. Readers of tables and data sets are in `hf_freeze.lab.data`."""
 
-from typing import Any
-
-from hf_freeze._moved import moved_name
 from hf_freeze.data.batching import TokenBatchSampler as TokenBatchSampler
 from hf_freeze.data.entities import entities as entities
 from hf_freeze.data.lines import read_documents as read_documents
@@ -10,7 +7,3 @@ from hf_freeze.data.lines import read_lines as read_lines
 from hf_freeze.data.sampling import sample as sample
 from hf_freeze.data.tokenization import train_tokenizer as train_tokenizer
 from hf_freeze.data.trimming import trim_tokenizer as trim_tokenizer
-
-
-def __getattr__(name: str) -> Any:
-    return moved_name(__name__, name)

@@ -3,9 +3,6 @@
 Trainers of tasks are in `hf_freeze.lab.training`.
 """
 
-from typing import Any
-
-from hf_freeze._moved import moved_name
 from hf_freeze.training.callback import VariantCallback as VariantCallback
 from hf_freeze.training.healing import Healed as Healed
 from hf_freeze.training.healing import heal as heal
@@ -14,7 +11,3 @@ from hf_freeze.training.optimizer import carried_optimizer as carried_optimizer
 from hf_freeze.training.schedules import gradual_unfreezing as gradual_unfreezing
 from hf_freeze.training.schedules import parameter_groups as parameter_groups
 from hf_freeze.training.sharding import load_sharded as load_sharded
-
-
-def __getattr__(name: str) -> Any:
-    return moved_name(__name__, name)
