@@ -253,8 +253,11 @@ def claims(reports: Reports) -> str:
     return "\n".join(lines).strip()
 
 
-def measure(reports: Reports, *, grid: str, row: str, base: str = "0", expects: str) -> tuple[str, str]:
-    """The difference of a row from another in words, and whether it is as a claim expects: no loss, a loss or a gain."""
+def measure(
+    reports: Reports, *, grid: str, row: str, base: str = "0", expects: str, fewer: float | None = None
+) -> tuple[str, str]:
+    """The difference of a row from another in words, and whether it is as a claim expects: no loss, a loss or a gain. `fewer`:
+    how many times fewer parameters it says; with more of them it does not hold."""
     report = reports[grid]
     found = compare(report, row, base)
     if found is None:
@@ -263,6 +266,10 @@ def measure(reports: Reports, *, grid: str, row: str, base: str = "0", expects: 
     words = f"{report.task.signed(found.difference)} {report.task.unit} of {quality(report, first)}"
     words += f" ({interval(report, found)}; {seeds_in_words(first, second)})"
     holds = verdict(report.task, found, expects) + " (one seed)" * (not found.seeds)
+    if fewer is not None:
+        times = first["total"][0] / second["total"][0]
+        words += f", with 1/{times:.3g} of the parameters"
+        holds = holds if times >= fewer else "does not hold"
     return f"{words}, row {row} of [{grid}]({page_of(grid)})", holds
 
 

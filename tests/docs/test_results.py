@@ -151,6 +151,10 @@ def test_what_cannot_be_compared_is_said(folder, tmp_path):
     )
     assert forwards[1] == "does not hold"
     assert backwards[1] == "holds"
+    for fewer, holds in ((1, "holds"), (2, "does not hold")):  # all rows have 1,000 parameters
+        words, found = results.measure(reports, grid="tiny", row="0", base="2.1", expects="a gain", fewer=fewer)
+        assert "; 3 seeds), with 1/1 of the parameters, row 0 of [tiny]" in words
+        assert found == holds
     (folder / "claims.yaml").write_text("[{question: a, claims: [{claim: b, sauce: c}]}]")
     with pytest.raises(ValueError, match=r"'b': unknown \['sauce'\]"):
         results.claims(reports)
