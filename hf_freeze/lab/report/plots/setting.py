@@ -50,4 +50,6 @@ def draw_setting(axes: Any, report: Report) -> None:
     if not shares:
         axes.set_xticks(sorted(values), [f"{value:g}" for value in sorted(values)])
     axes.grid()
-    axes.legend(fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))  # above the lines, of which it may hide none
+    axes.legend(
+        fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1)
+    )  # above the lines, of which it may hide none
