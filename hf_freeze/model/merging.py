@@ -49,7 +49,8 @@ def merged(variant: Any, *, copy: bool = True) -> PreTrainedModel:
                 method.merge(source, variant.architecture)
     on_meta = variant.device.type == "meta"
     config = native_config_of(variant.native_class, source.config)
-    _note_methods(config, variant.config)
+    earlier = getattr(variant.config, "merged_methods", ())
+    config.merged_methods = [*earlier, *map(shortened, variant.config.methods)]  # what its card tells was done to it
     with torch.device("meta") if on_meta else no_draws(variant.dtype):
         native: Any = variant.native_class(config)
     _check_layers(native, source, variant.config, variant.architecture)
@@ -154,15 +155,6 @@ def native_config_of(native_class: Any, config: Any) -> Any:
     native.architectures = [native_class.__name__]
     set_fields(native, cache_fields(config))
     return native
-
-
-def _note_methods(native: Any, config: Any) -> None:
-    """Have the config of a merged model say what was done to it, for its card. Earlier merges are said too."""
-    earlier = getattr(config, "hf_freeze_merged", None) or {}
-    native.hf_freeze_merged = {
-        "methods": [*earlier.get("methods", ()), *map(shortened, config.methods)],
-        "calibration": config.calibration or earlier.get("calibration"),
-    }
 
 
 def copy_runtime(old: Any, new: Any) -> None:

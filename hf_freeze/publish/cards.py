@@ -155,10 +155,8 @@ def model_card(
     name, settings = repo_id or UNNAMED, source.settings or {}
     trained_on = list(datasets) or ([settings["data"]["hub"]] if "hub" in settings.get("data", {}) else [])
     results = _results(source, task, trained_on)
-    changes = vars(model.config) if is_variant else getattr(model.config, "hf_freeze_merged", None) or {}
-    done = [
-        settings for settings in changes.get("methods", ()) if settings["method"] in METHODS
-    ]  # of a later version, perhaps
+    done = getattr(model.config, "methods" if is_variant else "merged_methods", ())
+    done = [settings for settings in done if settings["method"] in METHODS]  # a later version may have merged others
     tags = dict.fromkeys(method["method"].replace("_", "-") for method in done)
     data = ModelCardData(
         library_name="transformers" if remote_code or not is_variant else "hf_freeze",
@@ -191,7 +189,7 @@ def model_card(
         methods=[_describe(settings) for settings in done],
         original=compared and without_folder(compared[0]),
         fidelity=compared and compared[1],
-        calibration=changes.get("calibration"),
+        calibration=getattr(model.config, "calibration", None),
         sizes=[*counts.by_component.items(), ("all", counts)],
         stored_bytes=stored_bytes(model),
         **({} if source.record is None else _of_run(source)),

@@ -470,7 +470,7 @@ def test_a_merged_model_says_what_was_done_to_it(tmp_path):
     """Also by an earlier merge, and only what this version knows."""
     first = build(plain(ARCHITECTURES["bert"], methods.LowRank(rank=4))).merge()
     second = make_variant(first, [methods.LayerSelection(keep={"encoder": [1]})]).merge()
-    second.config.hf_freeze_merged["methods"].append({"method": "of_tomorrow"})
+    second.config.merged_methods.append({"method": "of_tomorrow"})
     second.save_pretrained(tmp_path / "model")
     card = model_card(read_trained_model(tmp_path / "model"), "me/x")
     assert "with the methods below, and merged into a model that needs no hf_freeze" in card.text
