@@ -44,17 +44,19 @@ def check_methods(run: Run) -> None:
     pretrained model tell it: the tokenizer is assumed to be as large as it may be. What a calibration decides is left out, and
     what starts from a run of another grid."""
     task, config = task_of(run.task), _config(run)
-    origins: list[Run | Origin] = [run]
-    while (start := origins[0].start) is not None:
-        origins.insert(0, start)
-    unknown = any(origin.calibration is not None or _is_elsewhere(origin) for origin in origins)
+    starts: list[Origin] = []
+    start = run.start
+    while start is not None:
+        starts.insert(0, start)
+        start = start.start
+    unknown = any(each.calibration for each in (*starts, run)) or any(each.grid for each in starts)
     if unknown or config is None or not isinstance(task, Task):
         return
     try:
         with torch.device("meta"):
             model = config
-            for origin in origins:
-                model = make_variant(model, [method_of(method) for method in origin.methods], task=task.head)
+            for each in (*starts, run):
+                model = make_variant(model, [method_of(method) for method in each.methods], task=task.head)
     except ValueError as error:
         raise ValueError(f"row {run.row!r}: {error}") from error
 
@@ -67,7 +69,3 @@ def _config(run: Run) -> Any:
     if run.backbone is None or run.tokenizer is None:
         return None
     return backbone_config(run.backbone, Untrained(run.tokenizer.vocab_size))
-
-
-def _is_elsewhere(origin: Run | Origin) -> bool:
-    return isinstance(origin, Origin) and origin.grid is not None
