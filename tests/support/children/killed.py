@@ -89,9 +89,12 @@ def training_of(task, folder, kills, draw, late):
     killed = resumed = equal = runs = 0
     while killed < kills:
         at, runs = folder / f"run-{runs}", runs + 1
+        began = time.monotonic()
         while True:
             moment = seconds * draw.uniform(0.5 * ((killed % 2 == 0) == late), 1)
             if lives(lambda at=at: execute(run, at), moment if killed < kills else None):
+                # The first run may have taken twice as long as the later ones: then they would all end before they are killed.
+                seconds = min(seconds, time.monotonic() - began)
                 break
             killed += 1
             if (at / "metrics.json").exists():  # written last: what it stands for is there
