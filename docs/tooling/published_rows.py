@@ -6,32 +6,24 @@
 import collections
 import json
 import math
-import re
 import statistics
-import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import yaml
+from statements import Reports, compare, filled, summary
 
 from hf_freeze.analysis.significance import Difference
 from hf_freeze.lab.report.findings import interval, quality, seeds_in_words
 from hf_freeze.lab.report.report import Report
 from hf_freeze.lab.tasks.scoring import TaskScoring
-from hf_freeze.run_folder import HEAD_SCORES
 
 EXPECTED = ("no loss", "a loss", "a gain")
 UNITS = {"BLEU": (True, 1.0), "points": (True, 1.0), "perplexity": (False, math.log(1.02))}  # higher is better, margin
 _HEADING = ["| published row | published | recipe: row | measured here | verdict |", "| --- | ---: | --- | --- | --- |"]
 _AGREES = {"holds": "agrees", "does not hold": "disagrees", "not told apart": "not told apart"}
-
-
-class Reports(Protocol):
-    """The report of each archive by its name."""
-
-    def __getitem__(self, name: str, /) -> Report: ...
 
 
 def verdict(task: TaskScoring, found: Difference, expects: str) -> str:
@@ -48,104 +40,14 @@ def verdict(task: TaskScoring, found: Difference, expects: str) -> str:
     return "holds" if holds else "does not hold" if fails else "not told apart"
 
 
-def compare(report: Report, row: str, base: str) -> Difference | None:
-    """The difference of `row` from `base`; None where it was not tested."""
-    found = next((one for one in report.differences if {one.base, one.row} == {base, row}), None)
-    if found is not None and found.base == row:  # the other way round
-        found = replace(found, base=base, row=row, difference=-found.difference, low=-found.high, high=-found.low)
-    return found
-
-
-def _summary(report: Report, grid: str, row: str) -> dict[str, Any]:
-    found = next((one for one in report.rows if one["row"] == row), None)
-    if found is None:
-        raise ValueError(f"{grid} has no row {row!r}; choose from {[one['row'] for one in report.rows]}")
-    return found
-
-
-# -- sentences ---------------------------------------------------------------------------------------------------------------
-
-
 def findings(reports: Reports, folder: Path) -> str:
     """The list of `findings`, with what the archives give in place of {score GRID ROW} and the like."""
     listed = _read(folder)["findings"]
-    return "\n".join(f"- {_filled(one['text'], reports, folder)} *({one['kind']})*" for one in listed)
+    return "\n".join(f"- {filled(one['text'], reports, folder)} *({one['kind']})*" for one in listed)
 
 
 def _read(folder: Path) -> dict[str, Any]:
     return yaml.safe_load((folder / "published_rows.yaml").read_text(encoding="utf-8"))
-
-
-def _filled(text: str, reports: Reports, folder: Path) -> str:
-    of_rows = {"score": _score, "kept": _kept, "change": _change, "steps": _steps}
-    of_files = {"heads": _heads, "alone": _alone}
-
-    def value(found: re.Match[str]) -> str:
-        what, grid, *rows = found[1].split()
-        if what in of_files:
-            return of_files[what](folder, grid, *rows)
-        if what not in of_rows:
-            raise ValueError(f"{found[0]}: choose from {[*of_rows, *of_files]}")
-        return of_rows[what](reports[grid], *[_summary(reports[grid], grid, row) for row in rows])
-
-    return re.sub(r"{([^}]*)}", value, text)
-
-
-def _score(report: Report, row: dict[str, Any]) -> str:
-    return f"{quality(report, row)} {report.task.unit} ({seeds_in_words(row)})"
-
-
-def _kept(report: Report, row: dict[str, Any], base: dict[str, Any]) -> str:
-    return f"{100 * row[report.task.quality][0] / base[report.task.quality][0]:.0f} %"
-
-
-def _change(report: Report, row: dict[str, Any], base: dict[str, Any]) -> str:
-    found = compare(report, row["row"], base["row"])
-    if found is None:
-        raise ValueError(f"{report.title} does not compare row {row['row']} with row {base['row']}")
-    said = f"{report.task.signed(found.difference)}{' ' + report.task.unit if report.task.higher else ''}"
-    return f"{said}, {interval(report, found)}, {seeds_in_words(row, base)}"
-
-
-def _steps(report: Report, row: dict[str, Any]) -> str:
-    return f"{row['steps'][0]:,.0f}"
-
-
-def _files(folder: Path, grid: str, row: str, name: str) -> Iterator[Any]:
-    """A JSON file of each run of a row."""
-    with tarfile.open(folder / f"{grid}_runs.tar.gz") as archive:
-        for member in sorted(archive.getnames()):
-            if re.fullmatch(rf"row-{re.escape(row)}-seed-\d+/{re.escape(name)}", member):
-                yield json.load(archive.extractfile(member))  # type: ignore[arg-type]
-
-
-def _heads(folder: Path, grid: str, row: str) -> str:
-    """How many heads each kind of attention keeps, in each run."""
-    scores = next(_files(folder, grid, "scored", HEAD_SCORES))["importance"]
-    kinds = collections.Counter(_kind(name) for name, heads in scores.items() for _ in heads)
-    kept = []
-    for config in _files(folder, grid, row, "model/config.json"):
-        removed = [method["heads"] for method in config["methods"] if method["method"] == "head_pruning"]
-        gone = collections.Counter(_kind(name) for one in removed for name, heads in one.items() for _ in heads)
-        kept.append({kind: count - gone[kind] for kind, count in kinds.items()})
-    listed = (f"{kind} {', '.join(str(one[kind]) for one in kept)} of {kinds[kind]}" for kind in kinds)
-    return f"{'; '.join(listed)} ({seeds_in_words({'seeds': len(kept)})}, one number each)"
-
-
-def _kind(name: str) -> str:
-    """decoder.0.cross -> decoder.cross"""
-    return ".".join(name.split(".")[::2])
-
-
-def _alone(folder: Path, grid: str, row: str) -> str:
-    """What the two attentions lose that lose most with their best head alone: means over the runs."""
-    runs = [scores["one_head"] for scores in _files(folder, grid, row, HEAD_SCORES)]
-    losses = {name: statistics.mean(min(run[name]) for run in runs) for name in runs[0]}
-    (first, most), (second, less) = sorted(losses.items(), key=lambda item: -item[1])[:2]
-    return f"−{most:.1f} for `{first}`, then −{less:.1f} for `{second}` ({seeds_in_words({'seeds': len(runs)})})"
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------------
 
 
 def tables(reports: Reports, folder: Path) -> str:
@@ -165,7 +67,7 @@ def _lines(table: dict[str, Any], row: list[Any], reports: Reports, folder: Path
     change = None if row_name == base else _published_change(figure, of_base, own.get("unit"))
     start = f"| {name} | {figure}{'' if change is None else f' ({change.words})'} | {own['recipe']}: `{row_name}` |"
     if "measured" in own:
-        yield f"{start} {_filled(own['measured'], reports, folder)} | {own['verdict']} |"
+        yield f"{start} {filled(own['measured'], reports, folder)} | {own['verdict']} |"
         return
     expected = change or (Change("", own["expects"]) if "expects" in own else None)
     record = own.get("record", row_name)
@@ -211,14 +113,14 @@ def _measured(
     report = reports[archive]
     if not any(one["row"] == row for one in report.rows):
         return None
-    summary = _summary(report, archive, row)
+    of_row = summary(report, archive, row)
     link = f"[{archive}]({archive}_runs.tar.gz) `{row}`"
-    words = f"{quality(report, summary)} {report.task.unit}"
+    words = f"{quality(report, of_row)} {report.task.unit}"
     found = compare(report, row, base)
     if found is None:
-        return f"{words} ({seeds_in_words(summary)}), {link}", "–"
-    of_base = _summary(report, archive, base)
-    words += f"; {report.task.signed(found.difference)} ({interval(report, found)}; {seeds_in_words(summary, of_base)})"
+        return f"{words} ({seeds_in_words(of_row)}), {link}", "–"
+    of_base = summary(report, archive, base)
+    words += f"; {report.task.signed(found.difference)} ({interval(report, found)}; {seeds_in_words(of_row, of_base)})"
     return f"{words}, {link}", "–" if published is None else _agreement(report, found, published, of_base)
 
 

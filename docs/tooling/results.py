@@ -11,9 +11,10 @@
 
 An archive holds settings, records, logs, test items and outputs of each run, and no weights; `hf-freeze report` makes the
 page of an unpacked one, too. In a page, what stands between `<!-- table NAME -->` and `<!-- end -->` is written from the archive
-NAME, between `<!-- claims -->` and `<!-- end -->` from claims.yaml, whose comparisons are computed from the archives, and after
-`<!-- published findings -->` and `<!-- published tables -->` from published_rows.yaml (published_rows.py). kept_records.py says
-what `check` reads of pages without an archive.
+NAME, between `<!-- claims -->` and `<!-- end -->` from claims.yaml, whose comparisons are computed from the archives, after
+`<!-- published findings -->` and `<!-- published tables -->` from published_rows.yaml (published_rows.py), and after
+`<!-- statements NAME -->` from statements.yaml (statements.py). kept_records.py says what `check` reads of pages without an
+archive.
 """
 
 import argparse
@@ -33,7 +34,8 @@ from pathlib import Path
 import published_rows
 import yaml
 from kept_records import with_outputs, wrong_cells
-from published_rows import compare, verdict
+from published_rows import verdict
+from statements import compare, filled
 
 from hf_freeze.lab.report.build import make_report
 from hf_freeze.lab.report.findings import interval, quality, seeds_in_words
@@ -53,6 +55,7 @@ FIGURES = ("metrics.json", "log.jsonl", "items.npy", "translations.txt", HEAD_SC
 PICTURES = {"report": ""} | {name: f"_{name}" for name in ("heads", "attention", "embeddings", "schedules")}
 TABLE = re.compile(r"(?s)(<!-- table (\w+) -->\n).*?(<!-- end -->\n)")
 CLAIMED = re.compile(r"(?s)(<!-- claims -->\n).*?(<!-- end -->\n)")
+STATED = re.compile(r"(?s)(<!-- statements (\w+) -->\n).*?(<!-- end -->\n)")
 PUBLISHED = re.compile(r"(?s)(<!-- published (findings|tables) -->\n).*?(<!-- end -->\n)")
 # Its two ends, in parentheses, after "interval" or with signs after a comma; and the difference, where it stands just before
 INTERVAL = re.compile(
@@ -186,13 +189,18 @@ class Reports:
 def pages(reports: Reports) -> dict[Path, str]:
     """Every page with generated parts, as it should be."""
     made = {}
-    for path in [*sorted(RESULTS.glob("*.md")), *RESULTS.parent.glob("compress.md")]:  # a guide with measurements
+    for path in [
+        *sorted(RESULTS.glob("*.md")),
+        *sorted(RESULTS.parent.glob("*.md")),
+        *RESULTS.parents[1].glob("README.md"),
+    ]:
         text = path.read_text(encoding="utf-8")
         text, tables = TABLE.subn(lambda found: f"{found[1]}\n{reports.text(found[2])}\n\n{found[3]}", text)
         text, lists = CLAIMED.subn(lambda found: f"{found[1]}\n{claims(reports)}\n\n{found[2]}", text)
         text, rows = PUBLISHED.subn(lambda found: f"{found[1]}\n{published(found[2], reports)}\n\n{found[3]}", text)
+        text, said = STATED.subn(lambda found: f"{found[1]}{statements(found[2], reports)}\n{found[3]}", text)
         text, outputs = with_outputs(text, RESULTS)
-        if tables or lists or rows or outputs:
+        if tables or lists or rows or said or outputs:
             made[path] = text
     return made
 
@@ -200,6 +208,14 @@ def pages(reports: Reports) -> dict[Path, str]:
 def published(part: str, reports: Reports) -> str:
     """The findings or the tables of published_rows.yaml."""
     return (published_rows.findings if part == "findings" else published_rows.tables)(reports, RESULTS)
+
+
+def statements(name: str, reports: Reports) -> str:
+    """The text of that name in statements.yaml, with its figures."""
+    known = yaml.safe_load((RESULTS / "statements.yaml").read_text(encoding="utf-8"))
+    if name not in known:
+        raise ValueError(f"statements.yaml has no {name!r}; choose from {[*known]}")
+    return filled(known[name], reports, RESULTS)
 
 
 def unknown_intervals(text: str, reports: Reports) -> list[str]:
@@ -214,7 +230,7 @@ def unknown_intervals(text: str, reports: Reports) -> list[str]:
                 known += ratios + [tuple(100 * ratio - 100 for ratio in values) for values in ratios]
             else:
                 known += [gain, loss]
-    written = LOST.sub(r"−\1 to +\2", PUBLISHED.sub("", CLAIMED.sub("", TABLE.sub("", text))))
+    written = LOST.sub(r"−\1 to +\2", STATED.sub("", PUBLISHED.sub("", CLAIMED.sub("", TABLE.sub("", text)))))
     stated = [found.groups() for found in INTERVAL.finditer(written)]
     return [
         f"{low} to {high}"

@@ -17,6 +17,7 @@ from hf_freeze.lab.tasks.scoring import SCORING
 sys.path.insert(0, str(ROOT / "docs" / "tooling"))
 import published_rows
 import results
+import statements
 
 TABLES = yaml.safe_load((ROOT / "docs" / "results" / "published_rows.yaml").read_text("utf-8"))["tables"]
 KNOWN = {"title", "source", "unit", "recipe", "archives", "base", "note", "rows"}
@@ -100,12 +101,10 @@ def test_heads_that_stay_and_heads_that_are_left_alone_are_counted(tmp_path):
         files[f"row-half-tuned-seed-{seed}/model/config.json"] = {"methods": []}  # another row
     encoded = {name: json.dumps(content).encode() for name, content in files.items()}
     results._write_archive(tmp_path / "tiny_runs.tar.gz", encoded)
-    said = published_rows._filled("{heads tiny half}; {alone tiny scored}", {}, tmp_path)
+    said = statements.filled("{heads tiny half}; {alone tiny scored}", {}, tmp_path)
     kept, alone = said.split(" (2 seeds, one number each); ")
     assert kept == "decoder.self 2, 2 of 2; decoder.cross 3, 2 of 4"
     assert alone == "−3.0 for `decoder.0.cross`, then −1.0 for `decoder.1.cross` (2 seeds)"
-    with pytest.raises(ValueError, match=r"\{sum tiny\}: choose from \['score', 'kept', .*'alone'\]"):
-        published_rows._filled("{sum tiny}", {}, tmp_path)
 
 
 def test_the_page_is_what_the_records_give(tmp_path, monkeypatch):
