@@ -273,6 +273,12 @@ PEERS = {
         _open_runtime,
         learns=True,
     ),
+    "hf_freeze-13": Peer(
+        "hf_freeze, `compress --max-bytes 13% --heal 0 --samples 96`",
+        compressed("13%", _open_runtime, "0", 96),
+        _open_runtime,
+        learns=True,
+    ),
     "hf_freeze-15": Peer(
         "hf_freeze, `compress --max-bytes 15% --heal 1epoch --samples 64`",
         compressed("15%", _open_runtime, "1epoch", 64),

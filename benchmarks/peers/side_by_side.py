@@ -4,20 +4,22 @@
     python benchmarks/peers/side_by_side.py encoder MODEL --data captions --environments FOLDER --keep runs/encoders
     python benchmarks/peers/side_by_side.py translator MODEL --data multi30k --environments FOLDER --keep runs/translators
     python benchmarks/peers/side_by_side.py language-model MODEL --environments FOLDER --keep runs/language_models
+    python benchmarks/peers/side_by_side.py language-model MODEL --data wikitext2 --environments FOLDER --keep runs/wiki
     python benchmarks/peers/side_by_side.py classifier MODEL --data sst2 --environments FOLDER --keep runs/classifiers
     python benchmarks/peers/train_vit.py MNIST MODEL
     python benchmarks/peers/side_by_side.py image-classifier MODEL --data mnist --environments FOLDER --keep runs/images
 
 Claims: none; the table says what comes of it.
 
-An encoder: the captions train.1.en.gz to train.5.en.gz of the folder are of the same images, a line each. Caption 1
-of each of the last 5,000 images is searched for by its caption 5; tools that learn do so from all captions of the
-other images. A translator: tools that learn do so from train.de.gz, and BLEU is of test_2016_flickr. A language model
-writes all texts itself, drawn at random with all probabilities: 2,000 to learn from, and 500 of which the perplexity
-is, in the number of its own tokens. Nothing can predict those better than the model, but by chance: the log of a ratio
-of perplexities is a KL divergence. A classifier: tools that learn do so from the texts of train.jsonl.gz, without their
-labels, and accuracy is of dev.jsonl.gz. A classifier of images: tools that learn do so from the first 512 training
-images of MNIST, and accuracy is of its 10,000 test images.
+An encoder: the captions train.1.en.gz to train.5.en.gz of the folder are of the same images, a line each. Caption 1 of
+each of the last 5,000 images is searched for by its caption 5; tools that learn do so from all captions of the other
+images. A translator into English: tools that learn do so from the other language of train.*.gz, and BLEU is of the
+first 1,000 lines of test*.gz. A language model writes all texts itself, drawn at random with all probabilities: 2,000
+to learn from, and 500 of which the perplexity is, in the number of its own tokens. Nothing can predict those better
+than the model, but by chance: the log of a ratio of perplexities is a KL divergence. With --data, these are lines of
+train.txt.gz and test.txt.gz, of 16 to 256 tokens. A classifier: tools that learn do so from the texts of
+train.jsonl.gz, without their labels, and accuracy is of dev.jsonl.gz. A classifier of images: tools that learn do so
+from the first 512 training images of MNIST, and accuracy is of its 10,000 test images.
 
 Each tool runs in an environment of its own, as its documentation says: once to make the model, and once more, in a
 new process on one core, to open and use it. Columns:
@@ -73,9 +75,10 @@ from transformers import (
 
 from hf_freeze.analysis import compare
 from hf_freeze.io import bytes_of
+from hf_freeze.lab.data import sample
 from hf_freeze.scores import bleu, bleu_items
 
-HERE, IMAGES, SEEN = Path(__file__).parent, 5000, 512
+HERE, IMAGES, SEEN, SENTENCES, SHORTEST, LONGEST = Path(__file__).parent, 5000, 512, 1000, 16, 256
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,22 @@ def found_images(answers: np.ndarray, options: Any) -> np.ndarray:
     return np.stack([right, np.ones_like(right)], axis=1)
 
 
-def own_stories(options: Any) -> tuple[list[str], list[str]]:
+def stories(options: Any) -> tuple[list[str], list[str]]:
+    """Its own, or paragraphs of --data that fit into its positions."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(options.model), AutoTokenizer.from_pretrained(options.model)
-    learnt, asked = (written(model, tokenizer, count, seed) for count, seed in ((2000, 0), (500, 999)))
+    if options.data is None:
+        learnt, asked = (written(model, tokenizer, count, seed) for count, seed in ((2000, 0), (500, 999)))
+        return learnt, asked
+    most = min(model.config.max_position_embeddings, LONGEST)
+    fitting = (
+        [
+            text
+            for text in lines_of(options.data / f"{split}.txt.gz")
+            if SHORTEST <= len(tokenizer(text)["input_ids"]) <= most
+        ]
+        for split in ("train", "test")
+    )
+    learnt, asked = (sample(texts, count) for texts, count in zip(fitting, (2000, 500), strict=True))
     return learnt, asked
 
 
@@ -122,6 +138,18 @@ def mean_of_first(sums: np.ndarray) -> np.ndarray:
 def lines_of(path: Path) -> list[str]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
         return file.read().splitlines()
+
+
+def english(folder: Path, split: str) -> Path:
+    """The one file of a split that is in English."""
+    (path,) = folder.glob(f"{split}*.en.gz")
+    return path
+
+
+def into_english(folder: Path, split: str) -> list[str]:
+    """The lines of the split's one file in another language."""
+    (path,) = set(folder.glob(f"{split}*.gz")) - {english(folder, split)}
+    return lines_of(path)
 
 
 def sentences(options: Any) -> tuple[list[str], list[str]]:
@@ -169,8 +197,8 @@ KINDS = {
         "A translator",
         "BLEU",
         ".2f",
-        lambda options: (lines_of(options.data / "train.de.gz"), lines_of(options.data / "test_2016_flickr.de.gz")),
-        lambda answers, options: bleu_items(answers.tolist(), lines_of(options.data / "test_2016_flickr.en.gz")),
+        lambda options: (into_english(options.data, "train"), into_english(options.data, "test")[:SENTENCES]),
+        lambda answers, options: bleu_items(answers.tolist(), lines_of(english(options.data, "test"))[:SENTENCES]),
         bleu,
     ),
     "language-model": Kind(
@@ -179,7 +207,7 @@ KINDS = {
         "A language model",
         "perplexity",
         ".3f",
-        own_stories,
+        stories,
         costs,
         mean_of_first,
         is_log=True,
