@@ -56,6 +56,25 @@ def _hf_freeze_int4(model: str, texts: list[str], out: Path) -> Answer:
     return _open_runtime(out)
 
 
+def _hf_freeze_trimmed(model: str, texts: list[str], out: Path) -> Answer:
+    from hf_freeze.publish.trimming import trim_model
+
+    trim_model(model, texts, coverage=1.0, out=out)
+    return _open_whole(out)
+
+
+def _vocabtrimmer(model: str, texts: list[str], out: Path) -> Answer:
+    """Every token that occurs, as by ours."""
+    import vocabtrimmer
+    from datasets import Dataset
+
+    (data := out.parent / "data").mkdir()
+    Dataset.from_dict({"text": texts}).to_json(data / "train.jsonl")
+    trimmer = vocabtrimmer.VocabTrimmer(model)
+    trimmer.trim_vocab(path_to_save=str(out), language="en", dataset=str(data), min_frequency=1)
+    return _open_whole(out)
+
+
 def _open_runtime(folder: Path) -> Answer:
     from hf_freeze import runtime
 
@@ -121,6 +140,7 @@ def _open_openvino(folder: Path) -> Answer:
 
 ENVIRONMENTS = {
     "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6"],
+    "vocabtrimmer": ["torch==2.13.0", "vocabtrimmer==0.0.2", "transformers==4.57.6", "datasets<5"],
     "openvino": [
         "torch==2.13.0",
         "optimum-intel[openvino]==2.2.0",
@@ -137,6 +157,8 @@ PEERS = {
     "hf_freeze-20": Peer(
         "hf_freeze, `compress --max-bytes 20%`", compressed("20%", _open_runtime), _open_runtime, "", True
     ),
+    "hf_freeze-trimmed": Peer("hf_freeze, tokens that occur", _hf_freeze_trimmed, _open_whole, "", True),
+    "vocabtrimmer": Peer("vocabtrimmer, tokens that occur", _vocabtrimmer, _open_whole, "vocabtrimmer", True),
     "onnx-int8": Peer("optimum and ONNX Runtime, int8", _onnx_int8, _open_onnx, "onnx"),
     "openvino-weights": Peer("optimum-intel, OpenVINO and NNCF, int8 weights", _openvino_weights, _open_openvino, _OV),
     "openvino-int8": Peer(
