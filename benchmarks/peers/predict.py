@@ -56,6 +56,24 @@ def _hf_freeze_int8(open_folder: Callable[[Path], Answer]) -> Callable[[str, lis
     return make
 
 
+def _hf_freeze_w8(activations: str | None) -> Callable[[str, list[str], Path], Answer]:
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from hf_freeze import make_variant, methods
+        from hf_freeze.publish.export import export_model
+
+        whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        int8 = methods.Quantize(weights="int8", activations=activations, components=["attention", "ffn", "embeddings"])
+        variant = make_variant(whole, [int8], calibration=texts[:SAMPLES], tokenizer=tokenizer)
+        variant.save_pretrained(out.parent / "variant")
+        tokenizer.save_pretrained(out.parent / "variant")
+        export_model(out.parent / "variant", "onnx", out=out)
+        return _open_runtime(out)
+
+    return make
+
+
 def _hf_freeze_int4(*parts: str) -> Callable[[str, list[str], Path], Answer]:
     def make(model: str, texts: list[str], out: Path) -> Answer:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -260,6 +278,15 @@ PEERS = {
     "hf_freeze-int8": Peer("hf_freeze, int8 in ONNX", _hf_freeze_int8(_open_runtime), _open_runtime),
     "hf_freeze-int8-written": Peer(
         "hf_freeze, int8 in ONNX, a token at a time", _hf_freeze_int8(_open_written), _open_written
+    ),
+    "hf_freeze-w8": Peer(
+        "hf_freeze, `Quantize` int8 weights, calibrated, in ONNX", _hf_freeze_w8(None), _open_runtime, learns=True
+    ),
+    "hf_freeze-w8a8": Peer(
+        "hf_freeze, `Quantize` int8 weights and inputs, calibrated, in ONNX",
+        _hf_freeze_w8("int8"),
+        _open_runtime,
+        learns=True,
     ),
     "hf_freeze-int4": Peer(
         "hf_freeze, `Quantize` int4, calibrated, int8 tables, in ONNX",
