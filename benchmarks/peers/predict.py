@@ -56,7 +56,7 @@ def _hf_freeze_int8(open_folder: Callable[[Path], Answer]) -> Callable[[str, lis
     return make
 
 
-def _hf_freeze_w8(activations: str | None) -> Callable[[str, list[str], Path], Answer]:
+def _hf_freeze_quantized(export_to: str | None, **settings: Any) -> Callable[[str, list[str], Path], Answer]:
     def make(model: str, texts: list[str], out: Path) -> Answer:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,29 +64,11 @@ def _hf_freeze_w8(activations: str | None) -> Callable[[str, list[str], Path], A
         from hf_freeze.publish.export import export_model
 
         whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        int8 = methods.Quantize(weights="int8", activations=activations, components=["attention", "ffn", "embeddings"])
-        variant = make_variant(whole, [int8], calibration=texts[:SAMPLES], tokenizer=tokenizer)
+        quantize = methods.Quantize(**settings)
+        variant = make_variant(whole, [quantize], calibration=texts[:SAMPLES], tokenizer=tokenizer)
         variant.save_pretrained(out.parent / "variant")
         tokenizer.save_pretrained(out.parent / "variant")
-        export_model(out.parent / "variant", "onnx", out=out)
-        return _open_runtime(out)
-
-    return make
-
-
-def _hf_freeze_int4(*parts: str) -> Callable[[str, list[str], Path], Answer]:
-    def make(model: str, texts: list[str], out: Path) -> Answer:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from hf_freeze import make_variant, methods
-        from hf_freeze.publish.export import export_model
-
-        whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        int4 = methods.Quantize(weights="int4", granularity="group-64", components=[*parts])
-        variant = make_variant(whole, [int4], calibration=texts[:SAMPLES], tokenizer=tokenizer)
-        variant.save_pretrained(out.parent / "variant")
-        tokenizer.save_pretrained(out.parent / "variant")
-        export_model(out.parent / "variant", "onnx", quantization="int8", out=out)  # what has 4 bits keeps them
+        export_model(out.parent / "variant", "onnx", quantization=export_to, out=out)  # integers stay as they are
         return _open_runtime(out)
 
     return make
@@ -272,6 +254,7 @@ ENVIRONMENTS = {
     "openvino": ["torch==2.13.0", "optimum-intel[openvino]==2.2.0", "nncf==3.4.0", "transformers==4.57.6"],
 }
 _LC, _MO, _OV = "llm-compressor", "modelopt", "openvino"
+_ALL = ["attention", "ffn", "embeddings"]
 _INT4 = {"bits": 4, "group_size": 64, "group_size_fallback": "adjust", "gptq": True}
 PEERS = {
     "whole": Peer("the model, transformers", _whole, _open_transformers),
@@ -280,23 +263,26 @@ PEERS = {
         "hf_freeze, int8 in ONNX, a token at a time", _hf_freeze_int8(_open_written), _open_written
     ),
     "hf_freeze-w8": Peer(
-        "hf_freeze, `Quantize` int8 weights, calibrated, in ONNX", _hf_freeze_w8(None), _open_runtime, learns=True
+        "hf_freeze, `Quantize` int8 weights, calibrated, in ONNX",
+        _hf_freeze_quantized(None, weights="int8", components=_ALL),
+        _open_runtime,
+        learns=True,
     ),
     "hf_freeze-w8a8": Peer(
         "hf_freeze, `Quantize` int8 weights and inputs, calibrated, in ONNX",
-        _hf_freeze_w8("int8"),
+        _hf_freeze_quantized(None, weights="int8", activations="int8", components=_ALL),
         _open_runtime,
         learns=True,
     ),
     "hf_freeze-int4": Peer(
         "hf_freeze, `Quantize` int4, calibrated, int8 tables, in ONNX",
-        _hf_freeze_int4("attention", "ffn"),
+        _hf_freeze_quantized("int8", weights="int4", granularity="group-64", components=["attention", "ffn"]),
         _open_runtime,
         learns=True,
     ),
     "hf_freeze-int4-tables": Peer(
         "hf_freeze, `Quantize` int4, calibrated, with the tables, in ONNX",
-        _hf_freeze_int4("attention", "ffn", "embeddings"),
+        _hf_freeze_quantized("int8", weights="int4", granularity="group-64", components=_ALL),
         _open_runtime,
         learns=True,
     ),
