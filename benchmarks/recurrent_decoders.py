@@ -9,6 +9,8 @@ decoding writes exactly as many tokens as `--lengths` says, by greedy search, on
 encoding is not timed. Engines: PyTorch (forwards with a cache of transformers, without the rest of `generate`), and ONNX Runtime
 on the folder that `export_model` writes.
 
+CTranslate2 has attention alone ("attention, again"), and encodes each time. It is compared with ONNX Runtime that does so too.
+
 "a layer": the decoder layer alone, in PyTorch, without tables, output and encoder: what the unit saves where it works.
 
 Time: CPU seconds of the process, which has one thread, so that other work on the machine counts less. The turns are row,
@@ -25,9 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import _shared
+import ctranslate2
 import numpy as np
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast
 
 from hf_freeze import make_variant, methods
 from hf_freeze.publish.export import export_model
@@ -36,6 +41,7 @@ from hf_freeze.runtime.sessions import OnnxSession
 
 BAR = 0.7
 LENGTHS = (10, 50, 200)
+ENGINES = ("PyTorch", "a layer, PyTorch", "ONNX Runtime", "CTranslate2, fp32", "CTranslate2, int8")
 VOCABULARY, SOURCE = 4000, 20
 UNITS: dict[str, list[Any]] = {
     "attention": [],
@@ -102,7 +108,8 @@ def of_a_layer(model: Any) -> Decoding:
     return decoding
 
 
-def in_onnx(model: Any, folder: Path) -> Decoding:
+def in_onnx(model: Any, folder: Path, encode: bool = False) -> Decoding:
+    """`encode`: each time, in the work that is timed."""
     model.save_pretrained(folder / "model")
     exported = export_model(folder / "model", "onnx")
     threads = {"intra_op_num_threads": 1, "inter_op_num_threads": 1}
@@ -111,19 +118,39 @@ def in_onnx(model: Any, folder: Path) -> Decoding:
     def decoding(rows: int, tokens: int) -> Callable[[], object]:
         ids = sources(rows).numpy()
         mask = np.ones_like(ids)
-        encoded = encoder({"input_ids": ids, "attention_mask": mask})
-        inputs = {name: value for name, value in encoded.items() if name != "last_hidden_state"}
+
+        def encoded() -> dict[str, np.ndarray]:
+            found = encoder({"input_ids": ids, "attention_mask": mask})
+            kept = {name: value for name, value in found.items() if name != "last_hidden_state"}
+            return kept | {"encoder_attention_mask": mask}
+
+        once = encoded()
 
         def work() -> object:
-            state, last = (
-                Decoder(decoder, inputs | {"encoder_attention_mask": mask}, rows),
-                np.zeros((rows, 1), np.int64),
-            )
+            state = Decoder(decoder, encoded() if encode else once, rows)
+            last = np.zeros((rows, 1), np.int64)
             for _ in range(tokens):
                 last = state.scores(last).argmax(-1)[:, None]
             return last
 
         return work
+
+    return decoding
+
+
+def in_ctranslate2(model: Any, folder: Path, quantization: str | None) -> Decoding:
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    special = {"pad_token": "w0", "eos_token": "w1", "unk_token": "w0"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), **special)
+    for one in (model, tokenizer):
+        one.save_pretrained(folder / "model")
+    exported = export_model(folder / "model", "ctranslate2", quantization=quantization)
+    translator = ctranslate2.Translator(str(exported), intra_threads=1, inter_threads=1)
+
+    def decoding(rows: int, tokens: int) -> Callable[[], object]:
+        given = [[f"w{number}" for number in row] for row in sources(rows).tolist()]
+        lengths = {"min_decoding_length": tokens, "max_decoding_length": tokens}
+        return lambda: translator.translate_batch(given, beam_size=1, **lengths)
 
     return decoding
 
@@ -143,8 +170,12 @@ def compare(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]],
             name: in_onnx(model, folder / str(place)) for place, (name, model) in enumerate(models.items())
         },
     }
-    for engine, decodings in engines.items():
-        for name in options.decoders:
+    once_more = in_onnx(models["attention"], folder / "encoding", encode=True)
+    for name, quantization in (("fp32", None), ("int8", "int8")):
+        decoding = in_ctranslate2(models["attention"], folder / name, quantization)
+        engines[f"CTranslate2, {name}"] = {"attention": once_more, "attention, again": decoding}
+    for engine, decodings in [(engine, engines[engine]) for engine in options.engines]:
+        for name in [name for name in options.decoders if name in decodings]:
             for rows in options.rows:
                 for tokens in options.lengths:
                     one, other = (decodings[each](rows, tokens) for each in (name, "attention"))
@@ -163,6 +194,7 @@ def main() -> None:
     parser = _shared.parser(__doc__, presets=False)
     parser.add_argument("--width", type=int, default=256, help="hidden size")
     parser.add_argument("--decoders", nargs="+", default=list(UNITS)[1:], choices=list(UNITS)[1:])
+    parser.add_argument("--engines", nargs="+", default=ENGINES, choices=ENGINES)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens to decode")
     parser.add_argument("--rows", type=int, nargs="+", default=(1, 16), help="sentences that are decoded together")
     parser.add_argument("--rounds", type=int, default=7)
@@ -177,9 +209,11 @@ def main() -> None:
     parameters = ", ".join(f"{name} {size / 1e6:.2f}M" for name, size in sizes.items() if "again" not in name)
     claims = [
         f"{engine}: {_shared.verdict([one for one in measured if one[1].startswith(engine)], lambda value: value < BAR)}"
-        for engine in ("PyTorch", "a layer, PyTorch", "ONNX Runtime")
+        for engine in ENGINES[:3]
+        if engine in options.engines
     ]
-    summary = f"parameters: {parameters}\nSSRU in under {BAR} of the time of attention; " + "\n".join(claims)
+    claimed = f"\nSSRU in under {BAR} of the time of attention; " + "\n".join(claims) if measured else ""
+    summary = f"parameters: {parameters}{claimed}"
     header = ["decoder", "engine", "rows", "tokens", "µs a token", "attention, µs", "of attention"]
     _shared.report(options, _shared.markdown(header, lines), summary)
 
