@@ -155,7 +155,7 @@ def model_card(
     name, settings = repo_id or UNNAMED, source.settings or {}
     trained_on = list(datasets) or ([settings["data"]["hub"]] if "hub" in settings.get("data", {}) else [])
     results = _results(source, task, trained_on)
-    done = getattr(model.config, "methods" if is_variant else "merged_methods", ())
+    done = [*getattr(model.config, "merged_methods", ()), *(model.config.methods if is_variant else ())]
     done = [settings for settings in done if settings["method"] in METHODS]  # a later version may have merged others
     tags = dict.fromkeys(method["method"].replace("_", "-") for method in done)
     data = ModelCardData(

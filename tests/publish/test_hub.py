@@ -469,7 +469,14 @@ def test_a_native_model_needs_no_code(tmp_path):
 def test_a_merged_model_says_what_was_done_to_it(tmp_path):
     """Also by an earlier merge, and only what this version knows."""
     first = build(plain(ARCHITECTURES["bert"], methods.LowRank(rank=4))).merge()
-    second = make_variant(first, [methods.LayerSelection(keep={"encoder": [1]})]).merge()
+    variant = make_variant(first, [methods.LayerSelection(keep={"encoder": [1]})])
+    variant.save_pretrained(tmp_path / "variant")
+    assert model_card(read_trained_model(tmp_path / "variant"), "me/x").data.tags == [
+        "hf_freeze",
+        "low-rank",
+        "layer-selection",
+    ]
+    second = variant.merge()
     second.config.merged_methods.append({"method": "of_tomorrow"})
     second.save_pretrained(tmp_path / "model")
     card = model_card(read_trained_model(tmp_path / "model"), "me/x")
