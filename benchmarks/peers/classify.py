@@ -71,7 +71,7 @@ def _vocabtrimmer(model: str, texts: list[str], out: Path) -> Answer:
     (data := out.parent / "data").mkdir()
     Dataset.from_dict({"text": texts}).to_json(data / "train.jsonl")
     trimmer = vocabtrimmer.VocabTrimmer(model)
-    trimmer.trim_vocab(path_to_save=str(out), language="en", dataset=str(data), min_frequency=1)
+    trimmer.trim_vocab(path_to_save=str(out), language="en", dataset=str(data), dataset_split="train", min_frequency=1)
     return _open_whole(out)
 
 
