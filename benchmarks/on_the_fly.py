@@ -69,15 +69,19 @@ def main() -> None:
     if options.width < 512:
         options.square = min(options.square, 256)
     # The model first, while this process is small: it is forked.
-    of_model, memory = model_table(options) if "model" in options.parts else ("", "memory of the model: not measured")
+    of_model, memory = model_table(options) if "model" in options.parts else ("", "")
     paper, speeds = roofline(options) if "generator" in options.parts else ("", {})
     of_products = products(options) if "products" in options.parts else ""
-    of_gpu, bars = on_gpu(options) if "gpu" in options.parts else ("", "not measured")
-    faster = [(new / old, scheme) for scheme, (old, new) in speeds.items()]
-    summary = (
-        f"fused against tiles of numpy, at least 5 times as fast: {_shared.verdict(faster, lambda ratio: ratio >= 5)}"
-    )
-    summary = f"{summary}; {memory}; int8 on a GPU, beside cuBLAS: {bars}"
+    of_gpu, bars = on_gpu(options) if "gpu" in options.parts else ("", "")
+    said = []
+    if speeds:
+        faster = [(new / old, scheme) for scheme, (old, new) in speeds.items()]
+        said += [
+            f"fused against tiles of numpy, at least 5 times as fast: {_shared.verdict(faster, lambda ratio: ratio >= 5)}"
+        ]
+    said += [memory] * ("model" in options.parts)
+    said += [f"int8 on a GPU, beside cuBLAS: {bars}"] * ("gpu" in options.parts)
+    summary = "; ".join(said)
     _shared.report(options, "\n\n".join(filter(None, (paper, of_products, of_model, of_gpu))), summary)
 
 
