@@ -154,13 +154,18 @@ def _alone(folder: Path, grid: str, row: str) -> str:
 
 def _cells(folder: Path, output: str, start: str, column: str) -> list[str]:
     """The cells of a column, in the rows whose first cell begins with `start`."""
-    lines = (folder / "outputs" / f"{output}.txt").read_text(encoding="utf-8").splitlines()
-    headings, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|"))
-    if column not in headings:
-        raise ValueError(f"{output} has no column {column!r}; choose from {headings}")
-    found = [row[headings.index(column)] for row in rows if row[0].startswith(start)]
+    printed = (folder / "outputs" / f"{output}.txt").read_text(encoding="utf-8")
+    tables = [
+        [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines()]
+        for part in re.findall(r"(?m)(?:^\|.*\n)+", printed)
+    ]
+    of_column = [(headings.index(column), rows) for headings, _, *rows in tables if column in headings]
+    if not of_column:
+        raise ValueError(f"{output} has no column {column!r}; choose from {[table[0] for table in tables]}")
+    named = [(row[0], row[place]) for place, rows in of_column for row in rows]
+    found = [cell for name, cell in named if name.startswith(start)]
     if not found:
-        raise ValueError(f"{output} has no row {start!r}; choose from {[row[0] for row in rows]}")
+        raise ValueError(f"{output} has no row {start!r}; choose from {[name for name, _ in named]}")
     return found
 
 

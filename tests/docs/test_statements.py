@@ -19,6 +19,10 @@ OUTPUT = """|  | folder, MB | score | difference | ms |
 | 12%, seed 1: heads | 10.93 (11.9%) | 0.3194 | +0.0004 (-0.0048 to +0.0058) | 1.00 (0.25) |
 | 12%, seed 2: heads | 10.95 (11.9%) | 0.3216 | -0.0020 (-0.0070 to +0.0026) | 1.00 (0.25) |
 
+| time | s |
+| --- | ---: |
+| whole | 2.5 |
+
 2 texts; 9.9 (not of the table)
 """
 
@@ -47,6 +51,7 @@ def folder(tmp_path):
         ("ends3 tool | 12%, seed 1 | difference", "0.000 (−0.005 to +0.006)"),  # no sign before a zero
         ("cell tool | whole | score", "0.3190"),
         ("share tool | 12%, seed 2 | ms", "0.25"),
+        ("cell tool | whole | s", "2.5"),  # of another table
     ],
 )
 def test_figures_of_an_output(field, said, folder):
