@@ -142,14 +142,22 @@ def lines_of(path: Path) -> list[str]:
 
 def english(folder: Path, split: str) -> Path:
     """The one file of a split that is in English."""
-    (path,) = folder.glob(f"{split}*.en.gz")
-    return path
+    return only(folder, f"{split}*.en.gz", set(folder.glob(f"{split}*.en.gz")))
 
 
 def into_english(folder: Path, split: str) -> list[str]:
     """The lines of the split's one file in another language."""
-    (path,) = set(folder.glob(f"{split}*.gz")) - {english(folder, split)}
-    return lines_of(path)
+    return lines_of(
+        only(folder, f"{split}*.gz in another language", set(folder.glob(f"{split}*.gz")) - {english(folder, split)})
+    )
+
+
+def only(folder: Path, name: str, found: set[Path]) -> Path:
+    if len(found) != 1:
+        sys.exit(
+            f"--data {folder} has {len(found)} files {name}, not one: {', '.join(sorted(path.name for path in found)) or 'none'}"
+        )
+    return found.pop()
 
 
 def sentences(options: Any) -> tuple[list[str], list[str]]:
