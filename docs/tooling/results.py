@@ -257,11 +257,10 @@ def claims(reports: Reports) -> str:
             "| --- | --- | --- | --- |",
         ]
         for claim in group["claims"]:
-            unknown = claim.keys() - {"claim", "source", "published", "compare", "expects", "measured", "holds"}
+            unknown = claim.keys() - {"claim", "source", "published", "compare", "expects"}
             if unknown:
                 raise ValueError(f"{claim['claim']!r}: unknown {sorted(unknown)}")
-            measured, holds = claim.get("measured", "–"), claim.get("holds", "not tested")
-            measured += " †" * ("measured" in claim)
+            measured, holds = "–", "not tested"
             if "compare" in claim:
                 measured, holds = measure(reports, **claim["compare"], expects=claim["expects"])
             lines.append(f"| {claim['claim']} ({claim['source']}) | {claim['published']} | {measured} | {holds} |")

@@ -2,7 +2,7 @@
 
 docs/results/statements.yaml has those of whole parts of pages; `results.py` puts them there. {loss GRID ROW BASE} and the
 like are of an archive, GRID_runs.tar.gz. {cell OUTPUT | ROW | COLUMN} and the like are of outputs/OUTPUT.txt: of the rows whose
-first cell begins with ROW.
+first cell is ROW or, if there is none, begins so.
 """
 
 import collections
@@ -153,7 +153,7 @@ def _alone(folder: Path, grid: str, row: str) -> str:
 
 
 def _cells(folder: Path, output: str, start: str, column: str) -> list[str]:
-    """The cells of a column, in the rows whose first cell begins with `start`."""
+    """The cells of a column, in the rows whose first cell is `start` or, if there is none, begins so."""
     printed = (folder / "outputs" / f"{output}.txt").read_text(encoding="utf-8")
     tables = [
         [[cell.strip() for cell in line.split("|")[1:-1]] for line in part.splitlines()]
@@ -163,7 +163,7 @@ def _cells(folder: Path, output: str, start: str, column: str) -> list[str]:
     if not of_column:
         raise ValueError(f"{output} has no column {column!r}; choose from {[table[0] for table in tables]}")
     named = [(row[0], row[place]) for place, rows in of_column for row in rows]
-    found = [cell for name, cell in named if name.startswith(start)]
+    found = [cell for name, cell in named if name == start] or [cell for name, cell in named if name.startswith(start)]
     if not found:
         raise ValueError(f"{output} has no row {start!r}; choose from {[name for name, _ in named]}")
     return found

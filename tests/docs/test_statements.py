@@ -17,6 +17,7 @@ OUTPUT = """|  | folder, MB | score | difference | ms |
 | --- | ---: | ---: | ---: | ---: |
 | whole | 91.61 (100%) | 0.3190 |  | 4.00 (1.00) |
 | 12%, seed 1: heads | 10.93 (11.9%) | 0.3194 | +0.0004 (-0.0048 to +0.0058) | 1.00 (0.25) |
+| whole, int8 | 23.5 (25.7%) | 0.3 | +0.0000 (-0.0010 to +0.0010) | 2.00 (0.50) |
 | 12%, seed 2: heads | 10.95 (11.9%) | 0.3216 | -0.0020 (-0.0070 to +0.0026) | 1.00 (0.25) |
 
 | time | s |
@@ -79,7 +80,10 @@ def test_figures_of_an_archive_are_those_of_its_report(reports, folder):
         ("mean tiny 99", r"tiny has no row '99'; choose from \['0', "),
         ("sum tiny 0", r"\{sum tiny 0\}: choose from \['score', .*'heads', .*'cell', "),
         ("cell tool | 12% | score", r"2 rows begin so: "),
-        ("cell tool | 11% | score", r"tool has no row '11%'; choose from \['whole', '12%, seed 1: heads', "),
+        (
+            "cell tool | 11% | score",
+            r"tool has no row '11%'; choose from \['whole', '12%, seed 1: heads', 'whole, int8', ",
+        ),
         ("cell tool | whole | grade", r"tool has no column 'grade'; choose from .*'score'"),
     ],
 )
