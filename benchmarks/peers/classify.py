@@ -1,4 +1,4 @@
-"""Tools that make a classifier of texts smaller, and how each is called (one_tool.py says with what)."""
+"""Tools that make a classifier of texts, or of pairs of texts, smaller, and how each is called (one_tool.py says with what)."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,17 @@ from one_tool import Answer, Peer, compressed, one_thread
 SAMPLES = 300  # texts that are calibrated with: what NNCF takes by default
 
 
+def _tokens(tokenizer: Any, texts: list[Any], **options: Any) -> Any:
+    columns = [texts] if isinstance(texts[0], str) else map(list, zip(*texts, strict=True))
+    return tokenizer(*columns, **options)
+
+
 def _logits(model: Any, tokenizer: Any) -> Answer:
     import torch
 
     @torch.no_grad()
     def answer(texts: list[str]) -> Any:
-        return model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.numpy()
+        return model(**_tokens(tokenizer, texts, return_tensors="pt", padding=True)).logits.numpy()
 
     return answer
 
@@ -49,7 +54,8 @@ def _hf_freeze_int4(model: str, texts: list[str], out: Path) -> Answer:
     whole, tokenizer = AutoModelForSequenceClassification.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     parts = ["attention", "ffn", "embeddings"]
     int4 = methods.Quantize(weights="int4", granularity="group-64", components=parts)
-    variant = make_variant(whole, [int4], calibration=texts[:SAMPLES], tokenizer=tokenizer)
+    seen = [dict(_tokens(tokenizer, [text], return_tensors="pt")) for text in texts[:SAMPLES]]
+    variant = make_variant(whole, [int4], calibration=seen)
     variant.save_pretrained(out.parent / "variant")
     tokenizer.save_pretrained(out.parent / "variant")
     export_model(out.parent / "variant", "onnx", quantization="int8", out=out)  # what has 4 bits keeps them
@@ -79,7 +85,15 @@ def _open_runtime(folder: Path) -> Answer:
     from hf_freeze import runtime
 
     model = runtime.open(folder, threads=1)
-    return lambda texts: [found["logits"] for found in model.outputs(texts)]
+
+    def answer(texts: list[Any]) -> list[Any]:
+        if isinstance(texts[0], str):
+            return [found["logits"] for found in model.outputs(texts)]
+        pairs = [{"text": first, "text_pair": second} for first, second in texts]
+        found = [{one["label"]: one["score"] for one in classes} for classes in model(pairs, top_k=None)]
+        return [[scores[model.labels[number]] for number in sorted(model.labels)] for scores in found]
+
+    return answer
 
 
 def _onnx_int8(model: str, texts: list[str], out: Path) -> Answer:
@@ -124,7 +138,7 @@ def _openvino_int8(model: str, texts: list[str], out: Path) -> Answer:
         AutoTokenizer.from_pretrained(model),
     )
     tokenizer.save_pretrained(out)
-    data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES])))
+    data = Dataset.from_dict(dict(_tokens(tokenizer, texts[:SAMPLES])))
     config = OVConfig(quantization_config=OVQuantizationConfig(num_samples=SAMPLES))
     OVQuantizer.from_pretrained(whole).quantize(data, save_directory=out, ov_config=config)
     return _open_openvino(out)

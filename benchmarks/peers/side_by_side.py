@@ -161,8 +161,12 @@ def only(folder: Path, name: str, found: set[Path]) -> Path:
 
 
 def sentences(options: Any) -> tuple[list[str], list[str]]:
-    learnt, asked = ([row["sentence"] for row in labelled(options.data, split)] for split in ("train", "dev"))
+    learnt, asked = ([text_of(row) for row in labelled(options.data, split)] for split in ("train", "dev"))
     return learnt, asked
+
+
+def text_of(row: dict[str, Any]) -> Any:
+    return row["sentence"] if "sentence" in row else [row["sentence1"], row["sentence2"]]
 
 
 def right_classes(answers: np.ndarray, options: Any) -> np.ndarray:
