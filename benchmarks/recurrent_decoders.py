@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import _shared
-import ctranslate2
 import numpy as np
 import torch
 from tokenizers import Tokenizer
@@ -139,6 +138,8 @@ def in_onnx(model: Any, folder: Path, encode: bool = False) -> Decoding:
 
 
 def in_ctranslate2(model: Any, folder: Path, quantization: str | None) -> Decoding:
+    import ctranslate2  # which the other engines do not need
+
     words = {f"w{number}": number for number in range(VOCABULARY)}
     special = {"pad_token": "w0", "eos_token": "w1", "unk_token": "w0"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0")), **special)
@@ -155,6 +156,20 @@ def in_ctranslate2(model: Any, folder: Path, quantization: str | None) -> Decodi
     return decoding
 
 
+def decodings_in(engine: str, models: dict[str, Any], folder: Path) -> dict[str, Decoding]:
+    """name -> how it decodes. In CTranslate2, "attention" is that of ONNX Runtime, which "attention, again" is compared with."""
+    if engine.startswith("CTranslate2"):
+        quantization = "int8" if engine.endswith("int8") else None
+        plain = models["attention"]
+        return {
+            "attention": in_onnx(plain, folder / "onnx", encode=True),
+            "attention, again": in_ctranslate2(plain, folder / "ctranslate2", quantization),
+        }
+    if engine == "ONNX Runtime":
+        return {name: in_onnx(model, folder / str(place)) for place, (name, model) in enumerate(models.items())}
+    return {name: (in_pytorch if engine == "PyTorch" else of_a_layer)(model) for name, model in models.items()}
+
+
 @torch.inference_mode()
 def compare(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]], list[tuple[float, str]]]:
     """The table rows, and (ratio, case) of SSRU."""
@@ -163,18 +178,8 @@ def compare(options: argparse.Namespace, folder: Path) -> tuple[list[list[str]],
     torch.manual_seed(0)
     names = ["attention", *options.decoders]
     models = {name: new_model(options.width, UNITS[name]) for name in names}
-    engines = {
-        "PyTorch": {name: in_pytorch(model) for name, model in models.items()},
-        "a layer, PyTorch": {name: of_a_layer(model) for name, model in models.items()},
-        "ONNX Runtime": {
-            name: in_onnx(model, folder / str(place)) for place, (name, model) in enumerate(models.items())
-        },
-    }
-    once_more = in_onnx(models["attention"], folder / "encoding", encode=True)
-    for name, quantization in (("fp32", None), ("int8", "int8")):
-        decoding = in_ctranslate2(models["attention"], folder / name, quantization)
-        engines[f"CTranslate2, {name}"] = {"attention": once_more, "attention, again": decoding}
-    for engine, decodings in [(engine, engines[engine]) for engine in options.engines]:
+    for engine in options.engines:
+        decodings = decodings_in(engine, models, folder / engine.replace(", ", "-"))
         for name in [name for name in options.decoders if name in decodings]:
             for rows in options.rows:
                 for tokens in options.lengths:

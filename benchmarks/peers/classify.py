@@ -153,15 +153,9 @@ def _open_openvino(folder: Path) -> Answer:
 
 
 ENVIRONMENTS = {
-    "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6"],
+    "onnx": one_tool.ONNX,
     "vocabtrimmer": ["torch==2.13.0", "vocabtrimmer==0.0.2", "transformers==4.57.6", "datasets<5"],
-    "openvino": [
-        "torch==2.13.0",
-        "optimum-intel[openvino]==2.2.0",
-        "nncf==3.4.0",
-        "transformers==4.57.6",
-        "datasets<5",
-    ],
+    "openvino": one_tool.OPENVINO,
 }
 _OV = "openvino"
 PEERS = {

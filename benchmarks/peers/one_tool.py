@@ -22,6 +22,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", CUDA_VISIB
 import numpy as np
 
 Answer = Callable[[list[str]], Any]  # texts -> a vector, a text or what it costs for each
+# What two environments need that most kinds have
+ONNX = ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6"]
+OPENVINO = ["torch==2.13.0", "optimum-intel[openvino]==2.2.0", "nncf==3.4.0", "transformers==4.57.6", "datasets<5"]
 ONE_BY_ONE, FIRST = 300, 64  # texts that are timed, each alone; texts answered before and after saving
 
 

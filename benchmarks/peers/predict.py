@@ -250,14 +250,8 @@ def _open_openvino(folder: Path) -> Answer:
 ENVIRONMENTS = {
     "llm-compressor": ["torch==2.13.0", "llmcompressor==0.14.0.1", "transformers==5.17.0"],
     "modelopt": ["torch==2.13.0", "nvidia-modelopt[hf]==0.47.0", "transformers==5.14.1"],
-    "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6", "onnx-ir"],
-    "openvino": [
-        "torch==2.13.0",
-        "optimum-intel[openvino]==2.2.0",
-        "nncf==3.4.0",
-        "transformers==4.57.6",
-        "datasets<5",
-    ],
+    "onnx": [*one_tool.ONNX, "onnx-ir"],
+    "openvino": one_tool.OPENVINO,
 }
 _LC, _MO, _OV = "llm-compressor", "modelopt", "openvino"
 _ALL = ["attention", "ffn", "embeddings"]

@@ -208,14 +208,8 @@ def _open_modelopt(folder: Path) -> Answer:
 
 ENVIRONMENTS = {
     "modelopt": ["torch==2.13.0", "nvidia-modelopt[hf]==0.47.0", "transformers==5.14.1"],
-    "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6"],
-    "openvino": [
-        "torch==2.13.0",
-        "optimum-intel[openvino]==2.2.0",
-        "nncf==3.4.0",
-        "transformers==4.57.6",
-        "datasets<5",
-    ],
+    "onnx": one_tool.ONNX,
+    "openvino": one_tool.OPENVINO,
     "torch_pruning": ["torch==2.13.0", "transformers==5.23.0", "torch-pruning==1.6.1"],
 }
 _TP = "torch_pruning"

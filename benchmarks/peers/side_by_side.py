@@ -17,9 +17,9 @@ images. A translator into English: tools that learn do so from the other languag
 first 1,000 lines of test*.gz. A language model writes all texts itself, drawn at random with all probabilities: 2,000
 to learn from, and 500 of which the perplexity is, in the number of its own tokens. Nothing can predict those better
 than the model, but by chance: the log of a ratio of perplexities is a KL divergence. With --data, these are lines of
-train.txt.gz and test.txt.gz, of 16 to 256 tokens. A classifier: tools that learn do so from the texts of
-train.jsonl.gz, without their labels, and accuracy is of dev.jsonl.gz. A classifier of images: tools that learn do so
-from the first 512 training images of MNIST, and accuracy is of its 10,000 test images.
+train.txt.gz and test.txt.gz, of 16 to 256 tokens. A classifier: tools that learn do so from the texts, or pairs of
+texts, of train.jsonl.gz, without their labels, and accuracy is of dev.jsonl.gz. A classifier of images: tools that
+learn do so from the first 512 training images of MNIST, and accuracy is of its 10,000 test images.
 
 Each tool runs in an environment of its own, as its documentation says: once to make the model, and once more, in a
 new process on one core, to open and use it. Columns:

@@ -133,14 +133,8 @@ def _open_openvino(folder: Path) -> Answer:
 
 
 ENVIRONMENTS = {
-    "onnx": ["torch==2.13.0", "optimum-onnx[onnxruntime]==0.1.0", "transformers==4.57.6"],
-    "openvino": [
-        "torch==2.13.0",
-        "optimum-intel[openvino]==2.2.0",
-        "nncf==3.4.0",
-        "transformers==4.57.6",
-        "datasets<5",
-    ],
+    "onnx": one_tool.ONNX,
+    "openvino": one_tool.OPENVINO,
     "ctranslate2": ["torch==2.13.0", "ctranslate2==4.8.5", "transformers==4.57.6"],
 }
 PEERS = {

@@ -6,7 +6,8 @@ to a neighbouring number of fp32, up or down at random, and PyTorch computes the
 an effect of this kind and size, so an engine may be off by `_ROUNDINGS` times as much. A wrong graph is off by far more.
 
 Where inputs of linears are rounded, a difference in the last bit before the rounding may become one of a whole step after it.
-That is seldom and large. So weights are moved several times, and an engine may be off by twice the most that this has caused.
+That is seldom and large. So weights are moved several times, and an engine may be off by twice the most that this has caused, or
+by `_STEP` if that is more.
 """
 
 import contextlib
