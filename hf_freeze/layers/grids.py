@@ -238,9 +238,9 @@ def integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def blockwise_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As `integer_product`, by products in fp32."""
-    total = torch.zeros(len(x), len(weight), dtype=torch.int32, device=x.device)
+    total = torch.zeros(x.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
     for left, right in zip(x.split(_BLOCK, 1), weight.split(_BLOCK, 1), strict=True):
-        total += functional.linear(left.float(), right.float()).to(torch.int32)
+        total = total + functional.linear(left.float(), right.float()).to(torch.int32)
     return total
 
 

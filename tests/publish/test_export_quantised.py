@@ -108,6 +108,20 @@ def test_onnx_holds_and_multiplies_the_integers(settings, tmp_path):
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
 
 
+def test_torch_programs_are_exact_on_processors_whose_product_of_integers_is_not(tmp_path):
+    model, case = fixed("bert", "feature-extraction", weights="int8", activation_ranges="moving")
+    model.save_pretrained(tmp_path / "model")
+    folder = export_model(tmp_path / "model", "torch")
+    program = torch.export.load(folder / "model.pt2")
+    assert not program.graph.find_nodes(op="call_function", target=torch.ops.aten._int_mm.default)
+    batch = case.batch()
+    with torch.no_grad():
+        expected = model(**batch)
+    runner = open_parts(folder, "torch", {})["model"]
+    for name, value in runner({name: batch[name] for name in runner.shapes}).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4)
+
+
 class Product(torch.nn.Module):
     """A product whose 8-bit integers overflow in pairs. `model` is read for its config."""
 

@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from hf_freeze.compat.transformers import count_all_experts
+from hf_freeze.layers.grids import blockwise_product
 from hf_freeze.publish.export.comparison import largest_difference, tolerance
 from hf_freeze.publish.export.engine_parts import Part, engine_parts
 from hf_freeze.publish.export.folders import Export, Format
 from hf_freeze.publish.export.runners import NAMES, open_parts
 
 _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
+# A program runs on other processors than the one that wrote it, and on some torch adds products of integers in 16 bits.
+_EXACT = {torch.ops.aten._int_mm.default: lambda x, weight: blockwise_product(x, weight.T)}
 
 
 def write(export: Export, folder: Path) -> None:
@@ -60,7 +63,7 @@ def traced(part: Part, limits: Mapping[str, int] | None = None) -> Any:
     """The program (torch.export.ExportedProgram) of a part, which holds only what it reads. `limits`: the largest value of each
     of its `axes`; None is any. Raises ValueError if `torch.export` fails."""
     try:
-        program: Any = exported(part.module.eval(), part, limits).run_decompositions({})
+        program: Any = exported(part.module.eval(), part, limits).run_decompositions(_EXACT)
     except Exception as error:  # torch raises many kinds, with messages of pages
         raise ValueError(f"torch.export cannot trace the {part.name} of this model: {type(error).__name__}") from error
     # Without operations in place, all that no output depends on is dead, once nothing checks its dtype.
