@@ -102,7 +102,7 @@ def test_first_steps_are_those_of_lsq_where_nothing_lies_beyond():
 # -- products ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(1, 5, 3), (17, 1040, 8), (2, 3000, 4), (0, 4, 2)])
+@pytest.mark.parametrize("shape", [(1, 5, 3), (17, 1040, 8), (2, 3000, 4), (0, 4, 2), (3, 1, 4)])
 def test_integer_products_are_exact(shape):
     tokens, inputs, outputs = shape
     x = torch.randint(-127, 128, (tokens, inputs), dtype=torch.int8)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from hf_freeze.layers.grids import integers_are_exact
 from hf_freeze.publish.export.engine_parts import Part
 from hf_freeze.publish.export.folders import Export, Format
 from hf_freeze.publish.export.runners import NAMES
-from hf_freeze.publish.export.torch_export import write_programs
+from hf_freeze.publish.export.torch_export import PORTABLE, write_programs
 
 # Weights computed from others are computed once, when the file is opened.
 _SETTINGS = {"aot_inductor.use_runtime_constant_folding": True}
@@ -35,7 +36,7 @@ def write(export: Export, folder: Path) -> None:
             torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_SETTINGS)
         (folder / f"{part.name}.{NAMES}").write_text(names, encoding="utf-8")
 
-    write_programs(export, folder, "aotinductor", save)
+    write_programs(export, folder, "aotinductor", save, {} if integers_are_exact() else PORTABLE)
 
 
 FORMAT = Format(write)

@@ -21,8 +21,8 @@ from hf_freeze.publish.export.folders import Export, Format
 from hf_freeze.publish.export.runners import NAMES, open_parts
 
 _NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
-# A program runs on other processors than the one that wrote it, and on some torch adds products of integers in 16 bits.
-_EXACT = {torch.ops.aten._int_mm.default: lambda x, weight: blockwise_product(x, weight.T)}
+# Programs run on other processors than the one that wrote them, and on some torch adds products of integers in 16 bits.
+PORTABLE = {torch.ops.aten._int_mm.default: lambda x, weight: blockwise_product(x, weight.T)}
 
 
 def write(export: Export, folder: Path) -> None:
@@ -37,13 +37,15 @@ def write(export: Export, folder: Path) -> None:
 FORMAT = Format(write)
 
 
-def write_programs(export: Export, folder: Path, format: str, save: Callable[[Part, Any, str], None]) -> None:
+def write_programs(
+    export: Export, folder: Path, format: str, save: Callable[[Part, Any, str], None], decompositions: Any = PORTABLE
+) -> None:
     """Trace each part, have `save` write its program with what `names_of_part` says, and compare."""
     count_all_experts(export.model)
     parts = engine_parts(export.model.float(), export.task)
     for part in parts:
         export.say(f"tracing the {part.name}")
-        save(part, traced(part), json.dumps(names_of_part(part)))
+        save(part, traced(part, decompositions=decompositions), json.dumps(names_of_part(part)))
     compare(export, parts, open_parts(folder, format, {}))
 
 
@@ -59,11 +61,11 @@ def compare(export: Export, parts: list[Part], runners: Any, least: float = 0.0)
 
 
 @torch.no_grad()
-def traced(part: Part, limits: Mapping[str, int] | None = None) -> Any:
+def traced(part: Part, limits: Mapping[str, int] | None = None, decompositions: Any = PORTABLE) -> Any:
     """The program (torch.export.ExportedProgram) of a part, which holds only what it reads. `limits`: the largest value of each
-    of its `axes`; None is any. Raises ValueError if `torch.export` fails."""
+    of its `axes`; None is any. `decompositions`: operation -> what takes its place. Raises ValueError if `torch.export` fails."""
     try:
-        program: Any = exported(part.module.eval(), part, limits).run_decompositions(_EXACT)
+        program: Any = exported(part.module.eval(), part, limits).run_decompositions(decompositions)
     except Exception as error:  # torch raises many kinds, with messages of pages
         raise ValueError(f"torch.export cannot trace the {part.name} of this model: {type(error).__name__}") from error
     # Without operations in place, all that no output depends on is dead, once nothing checks its dtype.
