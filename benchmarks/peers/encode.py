@@ -23,6 +23,16 @@ def _hf_freeze_int8(model: str, texts: list[str], out: Path) -> Answer:
     return runtime.open(out)
 
 
+def _hf_freeze_static(model: str, texts: list[str], out: Path) -> Answer:
+    from hf_freeze import runtime
+    from hf_freeze.publish.export import export_model
+    from hf_freeze.publish.trimming import trim_model
+
+    trimmed = trim_model(model, texts, out=out.parent / "trimmed")
+    export_model(trimmed, "static", quantization="float16", texts=texts, out=out)
+    return runtime.open(out)
+
+
 def _onnx_int8(model: str, texts: list[str], out: Path) -> Answer:
     from sentence_transformers import SentenceTransformer, export_dynamic_quantized_onnx_model
 
@@ -126,7 +136,7 @@ def _open_static(folder: Path) -> Answer:
 
 
 ENVIRONMENTS = {
-    "sentence-transformers": ["torch==2.13.0", "sentence-transformers[onnx]==5.7.0", "datasets", "accelerate"],
+    "sentence-transformers": [*one_tool.ONNX, "sentence-transformers==5.7.0", "datasets<5", "accelerate"],
     "openvino": [
         *("torch==2.13.0", "sentence-transformers==5.7.0", "datasets<5"),
         *("optimum-intel[openvino]==2.2.0", "nncf==3.4.0", "transformers==4.57.6"),
@@ -145,6 +155,9 @@ PEERS = {
     ),
     "hf_freeze-5": Peer(
         "hf_freeze, `compress --max-bytes 5%`", compressed("5%", _open_runtime), _open_runtime, learns=True
+    ),
+    "hf_freeze-static": Peer(
+        "hf_freeze, a vector for each token of 99.9 % of the texts", _hf_freeze_static, _open_runtime, learns=True
     ),
     "onnx-int8": Peer("sentence-transformers, int8 by optimum and ONNX Runtime", _onnx_int8, _open_onnx, _ST),
     "openvino-int8": Peer(

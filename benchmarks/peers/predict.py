@@ -46,17 +46,19 @@ def _open_transformers(folder: Path) -> Answer:
     return _answer(AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))
 
 
-def _hf_freeze_int8(open_folder: Callable[[Path], Answer]) -> Callable[[str, list[str], Path], Answer]:
+def _hf_freeze_int8(
+    open_folder: Callable[[Path], Answer], format: str = "onnx"
+) -> Callable[[str, list[str], Path], Answer]:
     def make(model: str, texts: list[str], out: Path) -> Answer:
         from hf_freeze.publish.export import export_model
 
-        export_model(model, "onnx", quantization="int8", out=out)
+        export_model(model, format, quantization="int8", out=out)
         return open_folder(out)
 
     return make
 
 
-def _hf_freeze_quantized(export_to: str | None, **settings: Any) -> Callable[[str, list[str], Path], Answer]:
+def _hf_freeze_cut(export_to: str | None, method: str, **settings: Any) -> Callable[[str, list[str], Path], Answer]:
     def make(model: str, texts: list[str], out: Path) -> Answer:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -64,8 +66,8 @@ def _hf_freeze_quantized(export_to: str | None, **settings: Any) -> Callable[[st
         from hf_freeze.publish.export import export_model
 
         whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        quantize = methods.Quantize(**settings)
-        variant = make_variant(whole, [quantize], calibration=texts[:SAMPLES], tokenizer=tokenizer)
+        cut = [getattr(methods, method)(**settings)]
+        variant = make_variant(whole, cut, calibration=texts[:SAMPLES], tokenizer=tokenizer)
         variant.save_pretrained(out.parent / "variant")
         tokenizer.save_pretrained(out.parent / "variant")
         export_model(out.parent / "variant", "onnx", quantization=export_to, out=out)  # integers stay as they are
@@ -142,19 +144,24 @@ def _gptq_groups(model: str, texts: list[str], out: Path) -> Answer:
     return _answer(whole, tokenizer)
 
 
-def _sparsegpt(model: str, texts: list[str], out: Path) -> Answer:
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.pruning import SparseGPTModifier
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _half(modifier: str) -> Callable[[str, list[str], Path], Answer]:
+    """Half of the weights of every linear to zero."""
 
-    whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES], return_token_type_ids=False)))
-    recipe = SparseGPTModifier(sparsity=0.5, mask_structure="0:0", targets=["re:.*_proj"])
-    oneshot(model=whole, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=512)
-    whole.save_pretrained(out, save_compressed=True)
-    tokenizer.save_pretrained(out)
-    return _answer(whole, tokenizer)
+    def make(model: str, texts: list[str], out: Path) -> Answer:
+        from datasets import Dataset
+        from llmcompressor import oneshot
+        from llmcompressor.modifiers import pruning
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        whole, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        data = Dataset.from_dict(dict(tokenizer(texts[:SAMPLES], return_token_type_ids=False)))
+        recipe = getattr(pruning, modifier)(sparsity=0.5, mask_structure="0:0", targets=["re:.*_proj"])
+        oneshot(model=whole, dataset=data, recipe=recipe, num_calibration_samples=SAMPLES, max_seq_length=512)
+        whole.save_pretrained(out, save_compressed=True)
+        tokenizer.save_pretrained(out)
+        return _answer(whole, tokenizer)
+
+    return make
 
 
 def _modelopt(config: str) -> Callable[[str, list[str], Path], Answer]:
@@ -262,27 +269,36 @@ PEERS = {
     "hf_freeze-int8-written": Peer(
         "hf_freeze, int8 in ONNX, a token at a time", _hf_freeze_int8(_open_written), _open_written
     ),
+    "hf_freeze-openvino": Peer(
+        "hf_freeze, int8 in OpenVINO", _hf_freeze_int8(_open_runtime, "openvino"), _open_runtime
+    ),
     "hf_freeze-w8": Peer(
         "hf_freeze, `Quantize` int8 weights, calibrated, in ONNX",
-        _hf_freeze_quantized(None, weights="int8", components=_ALL),
+        _hf_freeze_cut(None, "Quantize", weights="int8", components=_ALL),
         _open_runtime,
         learns=True,
     ),
     "hf_freeze-w8a8": Peer(
         "hf_freeze, `Quantize` int8 weights and inputs, calibrated, in ONNX",
-        _hf_freeze_quantized(None, weights="int8", activations="int8", components=_ALL),
+        _hf_freeze_cut(None, "Quantize", weights="int8", activations="int8", components=_ALL),
         _open_runtime,
         learns=True,
     ),
     "hf_freeze-int4": Peer(
         "hf_freeze, `Quantize` int4, calibrated, int8 tables, in ONNX",
-        _hf_freeze_quantized("int8", weights="int4", granularity="group-64", components=["attention", "ffn"]),
+        _hf_freeze_cut("int8", "Quantize", weights="int4", granularity="group-64", components=["attention", "ffn"]),
         _open_runtime,
         learns=True,
     ),
     "hf_freeze-int4-tables": Peer(
         "hf_freeze, `Quantize` int4, calibrated, with the tables, in ONNX",
-        _hf_freeze_quantized("int8", weights="int4", granularity="group-64", components=_ALL),
+        _hf_freeze_cut("int8", "Quantize", weights="int4", granularity="group-64", components=_ALL),
+        _open_runtime,
+        learns=True,
+    ),
+    "hf_freeze-sparse": Peer(
+        "hf_freeze, `MagnitudePruning` 50 %, calibrated (obs), in ONNX",
+        _hf_freeze_cut(None, "MagnitudePruning", sparsity=0.5, criterion="obs", components=["attention", "ffn"]),
         _open_runtime,
         learns=True,
     ),
@@ -301,7 +317,8 @@ PEERS = {
     "gptq-preset": Peer("llm-compressor, GPTQ W4A16", _gptq("W4A16"), _open_transformers, _LC, True),
     "gptq": Peer("llm-compressor, GPTQ W4A16, groups of 64 and 43", _gptq_groups, _open_transformers, _LC, True),
     "w8a8": Peer("llm-compressor, GPTQ W8A8", _gptq("W8A8"), _open_transformers, _LC, True),
-    "sparsegpt": Peer("llm-compressor, SparseGPT 50 %", _sparsegpt, _open_transformers, _LC, True),
+    "sparsegpt": Peer("llm-compressor, SparseGPT 50 %", _half("SparseGPTModifier"), _open_transformers, _LC, True),
+    "wanda": Peer("llm-compressor, Wanda 50 %", _half("WandaPruningModifier"), _open_transformers, _LC, True),
     "modelopt-int8": Peer(
         "ModelOpt, INT8_SMOOTHQUANT_CFG", _modelopt("INT8_SMOOTHQUANT_CFG"), _open_modelopt, _MO, True
     ),

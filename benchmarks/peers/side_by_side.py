@@ -32,7 +32,8 @@ new process on one core, to open and use it. Columns:
 - again: whether the new process computes exactly what was computed before saving;
 - lines of code to make it, imports included.
 
-What is done is kept in `--keep`: the command continues where it stopped. The picture front.png has all of them.
+Below, the tools that score more than all of hf_freeze's of no more bytes and ms, by more than the interval of the
+difference. What is done is kept in `--keep`: the command continues where it stopped. The picture front.png has all of them.
 """
 
 import base64
@@ -79,6 +80,7 @@ from hf_freeze.lab.data import sample
 from hf_freeze.scores import bleu, bleu_items
 
 HERE, IMAGES, SEEN, SENTENCES, SHORTEST, LONGEST = Path(__file__).parent, 5000, 512, 1000, 16, 256
+NOISE = 0.05  # by which the times of one tool differ from run to run
 
 
 @dataclass(frozen=True)
@@ -277,11 +279,19 @@ def main() -> None:
     if not (options.keep / "plain").exists():
         plain(options.model, options.keep / "plain", kind.auto)
     found = {name: run(kind, name, options) for name in dict.fromkeys(["whole", *peers])}
-    rows, points = table(kind, found, options)
+    items = {
+        name: [kind.items(np.load(options.keep / name / "answers.npy"), options)]
+        for name, facts in found.items()
+        if "error" not in facts
+    }
+    rows, points = table(kind, found, items, options)
     picture(kind, points, options.keep / "front.png")
     change = "ratio" if kind.is_log else "difference"
     headings = ["", "folder, MB", kind.score, change, "ms", "seconds", "memory, MB", "again", "lines"]
-    summary = f"{len(asked):,} {kind.item}s asked, {len(learnt):,} to learn from"
+    summary = (
+        f"Better than each of hf_freeze's that is no larger and no slower: {better(kind, points, items)}\n\n"
+        f"{len(asked):,} {kind.item}s asked, {len(learnt):,} to learn from"
+    )
     _shared.report(options, _shared.markdown(headings, rows), summary)
 
 
@@ -316,13 +326,32 @@ def run(kind: Kind, name: str, options: Any) -> dict[str, Any]:
     return found
 
 
-def table(kind: Kind, found: dict[str, dict[str, Any]], options: Any) -> tuple[list[list[str]], dict[str, Any]]:
+def better(kind: Kind, points: dict[str, Any], items: dict[str, Any]) -> str:
+    """Which tools score more than all of hf_freeze's models of as few bytes and ms, by a paired bootstrap; and what has none
+    such to compare it with. Times count as equal within `NOISE`."""
+    found, alone = [], []
+    for name, (size, _, ms) in points.items():
+        if name == "whole" or name.startswith("hf_freeze"):
+            continue
+        title = kind.tools.PEERS[name].title
+        ours = [
+            each
+            for each, (bytes, _, time) in points.items()
+            if each.startswith("hf_freeze") and bytes <= size and time <= ms * (1 + NOISE)
+        ]
+        if not ours:
+            alone.append(f"{title} (nothing to compare with)")
+            continue
+        changes = [compare({each: items[each], name: items[name]}, kind.of_sums)[0] for each in ours]
+        if all(change.high < 0 if kind.is_log else change.low > 0 for change in changes):
+            found.append(title)
+    return ", ".join(found + alone) or "none"
+
+
+def table(
+    kind: Kind, found: dict[str, dict[str, Any]], items: dict[str, Any], options: Any
+) -> tuple[list[list[str]], dict[str, Any]]:
     """Rows, and name -> (MB, score, ms)."""
-    items = {
-        name: [kind.items(np.load(options.keep / name / "answers.npy"), options)]
-        for name, facts in found.items()
-        if "error" not in facts
-    }
     differences = {each.row: each for each in compare(items, kind.of_sums, to_first=True)}
     shown, sign = (np.exp, "") if kind.is_log else (float, "+")
     rows, points = [], {}

@@ -4,6 +4,7 @@ generate what the variant generates."""
 import json
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 import onnx
@@ -29,6 +30,7 @@ from hf_freeze.publish.export import OnnxTranslator, export_model
 from hf_freeze.publish.export.engine_parts import engine_parts
 from hf_freeze.publish.export.exported import CLASSES
 from hf_freeze.publish.export.folders import MARK
+from hf_freeze.publish.export.runners import open_parts
 from hf_freeze.publish.export.served import served_fidelity
 
 ENGINE = {"intra_op_num_threads": 1}
@@ -184,6 +186,28 @@ def test_generated_text_is_that_of_the_variant(pipelines):
     for settings in ({}, {"batch_size": 3}, {"num_beams": 3}, {"use_cache": False}):
         options = {"max_new_tokens": 8, "do_sample": False} | settings
         assert found(prompts, **options) == expected(prompts, **options), settings
+
+
+def test_tokens_that_see_padding_alone_make_no_nan_and_change_no_other(generator, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(generator[0])
+    folder = export_model(generator[0], "onnx", out=tmp_path / "onnx")
+    kinds = Counter(node.op_type for node in onnx.load(folder / "model.onnx").graph.node)
+    assert (kinds["Softmax"], kinds["IsNaN"]) == (model.config.num_hidden_layers, 0)
+    runner = open_parts(folder, "onnx", {})["model"]
+    ids, present = torch.tensor([[0, 0, 0, 5, 9, 3], [7, 8, 4, 4, 7, 30]]), torch.ones(2, 6, dtype=torch.long)
+    present[0, :3] = 0
+    positions = (present.cumsum(1) - 1).clamp_min(0)
+    inputs = {"input_ids": ids, "attention_mask": present, "position_ids": positions}
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    past = {
+        name: torch.zeros([{"batch": 2, "past_length": 0}.get(size, size) for size in shape])
+        for name, shape in runner.shapes.items()
+        if name not in inputs
+    }
+    found = runner({name: (inputs | past)[name] for name in runner.shapes})["logits"]
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[present.bool()], expected[present.bool()], rtol=1e-4, atol=1e-4)
 
 
 def test_what_engines_answer_is_compared(translator, generator):

@@ -28,7 +28,7 @@ from hf_freeze.publish.export.folders import Export, Format, read_mark, require
 from hf_freeze.publish.export.listed_decoder import listed_decoder
 from hf_freeze.publish.export.onnx_int4 import keep_four_bits
 from hf_freeze.publish.export.onnx_int8 import exact, integer_product, keep_large_integers, quantized
-from hf_freeze.publish.export.onnx_nodes import SMALL, computed, quiet
+from hf_freeze.publish.export.onnx_nodes import SMALL, computed, mask_with_finite_scores, quiet
 from hf_freeze.publish.export.recording import record_inputs
 from hf_freeze.publish.export.runners import open_parts
 from hf_freeze.publish.export.torch_export import exported
@@ -177,6 +177,7 @@ def _traced(part: Part) -> Any:
         graph = program.model
         # The limits keep products of factors, and all that is computed from stored weights, as they are.
         optimizer.optimize(graph, input_size_limit=SMALL // 4, output_size_limit=SMALL // 4)
+    mask_with_finite_scores(graph)
     keep_large_integers(graph)
     keep_four_bits(graph)
     symbols = {str(v.shape[axis]): name for v in graph.graph.inputs for axis, name in part.axes[v.name].items()}

@@ -55,6 +55,24 @@ def computed(graph: Any, next_node: Any, kind: str, *inputs: Any, domain: str = 
     return node.outputs[0]
 
 
+def mask_with_finite_scores(model: Any) -> None:
+    """Where attention gives masked scores −∞, give them −1e30: the same shares of the others, and no NaN where all of a row are
+    masked, as in padding before a text. The exporter looks for these in every share and replaces them, which takes a sixth of the
+    time of a decoder."""
+    graph, masks = model.graph, {}
+    for check in [node for node in graph if node.op_type == "IsNaN"]:
+        shares = check.inputs[0]
+        scores, users = shares.producer().inputs[0].producer(), [use.node for use in check.outputs[0].uses()]
+        mask = scores.inputs[1].producer() if scores.op_type == "Add" else None
+        if [node.op_type for node in users] != ["Where"] or mask is None or mask.op_type != "Where":
+            continue
+        if mask not in masks:
+            masks[mask] = computed(graph, mask, "Where", *mask.inputs[:2], np.float32(-1e30))
+        scores.replace_input_with(1, masks[mask])
+        users[0].outputs[0].replace_all_uses_with(shares, replace_graph_outputs=True)
+    without_unused(model)
+
+
 def initializer(graph: Any, name: str, values: np.ndarray) -> Any:
     """A new initializer with these values."""
     import onnx_ir
