@@ -35,6 +35,7 @@ def card(
     texts: CalibrationTexts = None,
     column: Column = "text",
     samples: Samples = 512,
+    force: Annotated[bool, typer.Option("--force", help="Replace a card that was edited.")] = False,
 ) -> None:
     """Write a model card from the record of a run: methods, sizes, scores, settings, limits.
 
@@ -44,6 +45,8 @@ def card(
 
     Example: hf-freeze card small --compared-with MODEL --texts held-out.txt
     """
+    from hf_freeze.analysis.accounting import stored_bytes
+    from hf_freeze.model.loading import empty_model
     from hf_freeze.publish.cards import model_card, read_trained_model
     from hf_freeze.publish.hub import write_record
 
@@ -57,7 +60,7 @@ def card(
             from hf_freeze.publish.export.served import served_fidelity
 
             found = served_fidelity(compared_with, source.model, sampled_texts(texts, column, samples))
-            compared = compared_with, found
+            compared = compared_with, stored_bytes(empty_model(compared_with)), found
         path = out or source.model / "README.md"
         text = model_card(
             source,
@@ -68,6 +71,8 @@ def card(
             base_model=base_model,
             compared=compared,
         )
+        if not force and path.exists() and path.read_text(encoding="utf-8") not in (str(text), str(model_card(source))):
+            raise ValueError(f"{path} was edited, or written with other options: --force replaces it")
         path.parent.mkdir(parents=True, exist_ok=True)
         text.save(path)
         write_record(source, path.parent)

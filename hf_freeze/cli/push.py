@@ -35,7 +35,7 @@ def push(
             files = hub.files_to_push(folder, repo_id, **card)
             for name, size in files.items():
                 terminal.say(f"{size:>14,}  {name}")
-            terminal.say(f"{sum(files.values()):>14,}  bytes in all; nothing was pushed")
+            terminal.say(f"{sum(files.values()):>14,}  bytes in all, for {repo_id}; nothing was pushed")
             return
         commit = hub.push(folder, repo_id, private=private, revision=revision, **card)
     terminal.say(f"Pushed: {commit.repo_url}, commit {commit.oid[:8]}")

@@ -118,5 +118,5 @@ def shortened(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: shortened(inner) for name, inner in value.items()}
     if isinstance(value, list) and len(value) > 20:
-        return f"{value[:3]} ... {value[-1:]} ({len(value)})".replace("] ... [", ", ..., ")
+        return f"{value[:3]} ... {value[-1:]} ({len(value)} in all)".replace("] ... [", ", ..., ")
     return [shortened(inner) for inner in value] if isinstance(value, list) else value

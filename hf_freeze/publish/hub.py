@@ -118,7 +118,7 @@ def assemble(
     given = [name for name, value in card_options.items() if value]
     if given and (source.model / "README.md").exists():
         card, names = source.model / "README.md", ", ".join(given)
-        raise ValueError(f"{card} is the card, so {names} would change nothing: write them there, or remove it")
+        raise ValueError(f"{card} is published as it is, and {names} would not change it: edit the file, or delete it")
     shutil.copytree(source.model, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_NOT_PUBLISHED))
     write_record(source, target)
     remote_code = isinstance(model, VariantMixin) and (remote_code or has_remote_code(model.config))

@@ -23,7 +23,7 @@ from support.tokenizers_of_each_kind import wordpiece
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_freeze import make_variant, methods
+from hf_freeze import make_variant, methods, stored_bytes
 from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli import app
 from hf_freeze.lab.recipes.load import load_recipe
@@ -136,7 +136,9 @@ def test_a_card_that_was_written_without_a_name_gets_that_of_the_repository(grid
 
 def test_long_lists_of_a_card_are_shortened_in_dicts_too():
     kept = {"decoder.0.ffn": list(range(40)), "decoder.1.ffn": [3, 5]}
-    assert shortened({"keep": kept}) == {"keep": {"decoder.0.ffn": "[0, 1, 2, ..., 39] (40)", "decoder.1.ffn": [3, 5]}}
+    assert shortened({"keep": kept}) == {
+        "keep": {"decoder.0.ffn": "[0, 1, 2, ..., 39] (40 in all)", "decoder.1.ffn": [3, 5]}
+    }
     assert kept["decoder.0.ffn"] == list(range(40))
 
 
@@ -225,7 +227,7 @@ def test_a_card_of_ones_own_is_taken(grid, tmp_path, loopback):
     path.write_text(path.read_text() + "\nWritten by hand.\n")
     push(tmp_path / "run", "me/own")
     assert (loopback.folder / "me/own/main/README.md").read_text().endswith("Written by hand.\n")
-    with pytest.raises(ValueError, match=r"README.md is the card, so language, license would change nothing"):
+    with pytest.raises(ValueError, match="is published as it is, and language, license would not change it: edit"):
         push(tmp_path / "run", "me/own", language=["de"], license="mit")
 
 
@@ -250,7 +252,10 @@ def test_a_dry_run_lists_what_a_push_publishes(grid, loopback, monkeypatch):
     assert {name: int(size.replace(",", "")) for size, name in lines} == {
         path.relative_to(pushed).as_posix(): path.stat().st_size for path in pushed.rglob("*") if path.is_file()
     }
-    assert total == [f"{sum(int(size.replace(',', '')) for size, _ in lines):,}", "bytes in all; nothing was pushed"]
+    assert total == [
+        f"{sum(int(size.replace(',', '')) for size, _ in lines):,}",
+        "bytes in all, for me/dry; nothing was pushed",
+    ]
 
 
 def test_push_to_hub_of_a_model_writes_a_card_once(loopback):
@@ -363,6 +368,8 @@ def test_only_whole_models_are_pushed(grid, tmp_path, loopback):
         push(run, "me/tiny")
     with pytest.raises(ValueError, match="holds no model"):
         push(tmp_path, "me/tiny")
+    with pytest.raises(ValueError, match="nosuch is not there: the folder of a model or of a finished run is needed"):
+        push(tmp_path / "nosuch", "me/tiny")
     assert loopback.seen == []
 
 
@@ -527,6 +534,29 @@ def test_a_card_compares_the_answers_with_those_of_the_original(grid, tmp_path):
     found = served_fidelity(models[0], models[1], texts.read_text().splitlines())
     low, high = found.intervals["score"]
     text = (tmp_path / "README.md").read_text()
-    assert "Answers beside those of model, on 3 texts:" in text
+    assert "Answers beside those of the original, on 3 texts:" in text
     assert f"| fidelity of this model to the original, 0 to 1 | {found.score:.4f} | {low:.4f} to {high:.4f} |" in text
+    sizes = [stored_bytes(empty_model(model)) for model in models]
+    assert f"{sizes[1]:,} bytes of tensors, {sizes[1] / sizes[0]:.1%} of the {sizes[0]:,} of the original" in text
     assert "--compared-with and --texts go together" in CliRunner().invoke(app, words).output
+    done = CliRunner().invoke(app, [*words, "--texts", str(texts), "--base-model", "me/whole", "--force"])
+    assert done.exit_code == 0, done.output
+    assert "Answers beside those of me/whole, on 3 texts:" in (tmp_path / "README.md").read_text()
+
+
+def test_an_edited_card_is_replaced_with_force_alone(grid, tmp_path):
+    words, written = (
+        ["card", str(grid / "row-2.1-seed-1"), "--out", str(tmp_path / "README.md")],
+        tmp_path / "README.md",
+    )
+    for further in ([], ["--license", "mit"], ["--license", "mit"]):  # of what was not edited, nothing is lost
+        done = CliRunner().invoke(app, [*words, *further])
+        assert done.exit_code == 0, done.output
+    edited = written.read_text() + "\nMy own words.\n"
+    written.write_text(edited)
+    refused = CliRunner().invoke(app, [*words, "--license", "mit"])
+    assert refused.exit_code == 2
+    assert "was edited, or written with other options: --force replaces it" in " ".join(refused.output.split())
+    assert written.read_text() == edited
+    assert CliRunner().invoke(app, [*words, "--force"]).exit_code == 0
+    assert "My own words" not in written.read_text()
