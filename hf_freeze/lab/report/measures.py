@@ -14,7 +14,7 @@ _WORK = Axis("thousands of multiply-adds for a token at length 32", 1, "")
 _OF_RUNS = {  # name -> heading, words for an axis, form and kind of what records of runs hold, besides the columns of tasks
     "resident": (
         "memory MB",
-        "weights and buffers in memory, if seeded ones are generated where they are used",
+        "MB in memory, if seeded weights are generated where they are used",
         ".2f",
         "cost",
     ),

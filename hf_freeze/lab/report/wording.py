@@ -14,7 +14,7 @@ def legend(report: Report) -> list[str]:
     if task.signed(0).startswith("×"):
         what = f"{task.name} divided by that of row {first} (means over seeds are geometric); more than 1 is worse"
     marks = (
-        f" * marks a significant difference (corrected p < {LEVEL}); {unmarked(report)}." if report.differences else ""
+        f" * marks a significant difference (corrected p < {LEVEL}){unmarked(report)}." if report.differences else ""
     )
     lines = [f"vs row {first}: {what}.{marks}"]
     if len(report.seeds) > 1:
@@ -48,10 +48,12 @@ def _steps(report: Report) -> str:
 
 def unmarked(report: Report) -> str:
     """What a difference without a mark means in this report."""
-    with_seeds = {test.seeds for test in report.differences}
+    with_seeds = {test.seeds for test in report.differences if not test.significant}
+    if not with_seeds:
+        return ""
     if with_seeds == {False}:
-        return f"others: {TOO_FEW}"
-    return "others are not significant" + f"; with one seed: {TOO_FEW}" * (False in with_seeds)
+        return f"; others: {TOO_FEW}"
+    return "; others are not significant" + f"; with one seed: {TOO_FEW}" * (False in with_seeds)
 
 
 def one_head_cells(report: Report) -> list[list[str]]:
