@@ -92,7 +92,8 @@ def test_finished_runs_are_skipped(grid, monkeypatch):
     console = Console(record=True, width=200)
     (out / "results.jsonl").unlink()
     assert run_grid(recipe, out, console=console) == records
-    assert "2 of 2 runs are finished already" in console.export_text()
+    assert "2 of 2 runs are finished already" in (said := console.export_text())
+    assert "resume from a checkpoint" not in said
     assert (out / "results.jsonl").exists()
     assert before == {p: p.stat().st_mtime_ns for p in out.rglob("*") if "results" not in p.name and p != out}
 
