@@ -38,7 +38,9 @@ def latency(
         options = {"new_tokens": new_tokens, "exactly": exactly, "rounds": rounds, "threads": threads}
         results = module.measure(folders, lines, batches=batch or module.BATCHES, **options, say=terminal.say)
         rows = module.table(results)
-        title = f"Median (95th percentile), {threads} thread{'s' * (threads > 1)} each, {rounds} rounds"
+        title = (
+            f"Median (95th percentile), {threads} thread{'s' * (threads > 1)} each, {rounds} round{'s' * (rounds > 1)}"
+        )
         cells = [[cell.replace(" (", "\n(") for cell in row.values()] for row in rows]
         terminal.show_table(list(rows[0]), cells, title=title, numbers=list(rows[0])[2:])
         if out is not None:

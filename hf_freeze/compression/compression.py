@@ -3,6 +3,7 @@ heal, export, and measure again (`search.py`)."""
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -80,6 +81,8 @@ class Compression:
         }
         del identity["min_fidelity"]  # it changes nothing that is made
         self.phases = Phases(out, identity)
+        if self.phases.begun:
+            self.say(f"going on with what {out} has")
         self.progress = Progress(self.say, callback, lambda: watch(self))
         self.original = Original(source, served, self.inputs, settings.samples, self.phases.once)
         self.depths = self.original.depths
@@ -172,14 +175,15 @@ class Compression:
     @contextlib.contextmanager
     def _begun(self) -> Iterator[Build]:
         """With the whole model in the engine, measured."""
-        try:
-            everything = self.bench.everything()
-            self.budget = self.budget.resolved(self.original.bytes, everything.ms)
-            assert self.whole is not None
-            self.say(f"the model: {in_bytes(self.original.bytes)}; in {self.engine.name}: {self.whole.words}")
-            yield everything
-        finally:
-            self.bench.close()
+        with _few_tokens_said_once(self.say):
+            try:
+                everything = self.bench.everything()
+                self.budget = self.budget.resolved(self.original.bytes, everything.ms)
+                assert self.whole is not None
+                self.say(f"the model: {in_bytes(self.original.bytes)}; in {self.engine.name}: {self.whole.words}")
+                yield everything
+            finally:
+                self.bench.close()
 
     @contextlib.contextmanager
     def _passing_over(self, size: float) -> Iterator[None]:
@@ -261,3 +265,20 @@ def _check_memory(source: str) -> None:
             f"{source} takes {needed / 1e9:.1f} GB of memory in fp32, and {free / 1e9:.1f} GB are free: give --layer-by-layer "
             "(compress_large in Python), or use a machine with more memory"
         )
+
+
+@contextlib.contextmanager
+def _few_tokens_said_once(say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, each shape is calibrated on the same texts: if they are few, that is said once, and what helps."""
+    with warnings.catch_warnings():
+        show, said = warnings.showwarning, []
+
+        def told(message: Any, *rest: Any, **options: Any) -> None:
+            if not str(message).startswith("few tokens"):
+                show(message, *rest, **options)
+            elif not said:
+                said.append(message)
+                say(f"{message}, or raise --samples")
+
+        warnings.showwarning = told
+        yield

@@ -33,6 +33,11 @@ class Phases:
                 part.unlink()
 
     @property
+    def begun(self) -> bool:
+        """Whether an earlier call has finished phases."""
+        return bool(self._state["results"])
+
+    @property
     def seconds(self) -> float:
         """Of all phases that are done."""
         return sum(self._state["seconds"].values())

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import warnings
 from dataclasses import asdict, replace
 
 import pytest
@@ -25,7 +26,7 @@ from hf_freeze.compression import compression as story
 from hf_freeze.compression.blocks import Block, blocks_of
 from hf_freeze.compression.budget import Budget, read_bytes
 from hf_freeze.compression.choose import Options, Program, levels
-from hf_freeze.compression.compression import Compression
+from hf_freeze.compression.compression import Compression, _few_tokens_said_once
 from hf_freeze.compression.distances import Distances, layer_distances
 from hf_freeze.compression.engine import ENGINES, Stopwatch, serve
 from hf_freeze.compression.inputs import Inputs, batches_of
@@ -246,12 +247,18 @@ def test_the_budget_is_met_by_one_that_was_stopped_and_a_finished_one_is_read_ag
         steps.append(step)
         return len(steps) == 4
 
+    console = Console(record=True, width=300)
     settings = {"texts": texts(), "budget": Budget(max_bytes="45%"), "out": folder, "engine": "torch", "heal": 0}
     with pytest.raises(Stopped, match="the same call goes on from there"):
-        hf_freeze.compress(encoder, callback=stop, **settings)
+        hf_freeze.compress(encoder, callback=stop, console=console, **settings)
+    assert "going on" not in console.export_text(clear=False)
     assert "Stopped" in (folder / "report.html").read_text()
     done = json.loads((folder / "phases.json").read_text())["results"]
-    result = hf_freeze.compress(encoder, **settings)
+    result = hf_freeze.compress(encoder, console=console, **settings)
+    said = console.export_text()
+    assert f"going on with what {folder} has" in said
+    assert "; measured and refitted on " in said
+    assert said.count("few tokens") <= 1
     after = json.loads((folder / "phases.json").read_text())["results"]
     assert done
     assert all(after[name] == value for name, value in done.items())
@@ -379,6 +386,8 @@ def test_wrong_settings_are_refused(encoder, traced_once, tmp_path, settings, me
     defaults = {"texts": texts(), "budget": Budget(max_bytes="45%"), "engine": "torch", "heal": 0}
     with pytest.raises(ValueError, match=message):
         hf_freeze.compress(encoder, out=tmp_path / "small", **defaults | settings)
+    if "heal" in settings:
+        assert not (tmp_path / "small").exists(), "it is refused before anything is measured"
 
 
 def test_what_is_out_of_reach_is_refused_and_another_compression_is_not_overwritten(encoder, tmp_path):
@@ -554,3 +563,16 @@ def test_options_of_the_other_way_are_refused(tmp_path, given, message):
     found = CliRunner().invoke(app, ["compress", "x", "--out", str(tmp_path), "--max-bytes", "1MB", *given])
     assert found.exit_code == 2
     assert message in found.output
+
+
+def test_few_tokens_are_said_once_and_other_warnings_as_ever():
+    said = []
+
+    def warn():
+        with _few_tokens_said_once(said.append):
+            for text in ("few tokens: 'first' has seen 7", "few tokens: 'second' has seen 7", "of another kind"):
+                warnings.warn(text, stacklevel=1)
+
+    with pytest.warns(UserWarning, match="of another kind"):
+        warn()
+    assert said == ["few tokens: 'first' has seen 7, or raise --samples"]
