@@ -35,7 +35,7 @@ def card(
     texts: CalibrationTexts = None,
     column: Column = "text",
     samples: Samples = 512,
-    force: Annotated[bool, typer.Option("--force", help="Replace a card that was edited.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a card that was edited, or written with options.")] = False,
 ) -> None:
     """Write a model card from the record of a run: methods, sizes, scores, settings, limits.
 
@@ -56,12 +56,16 @@ def card(
                 "--compared-with and --texts go together: the original, and texts that no calibration has seen"
             )
         source, compared = read_trained_model(folder), None
+        path = out or source.model / "README.md"
+        if not force and path.exists() and path.read_text(encoding="utf-8") != str(model_card(source)):
+            raise ValueError(f"{path} is there, edited or written with options: --force replaces it")
         if compared_with is not None and texts is not None:
+            from hf_freeze.publish.export.folders import MARK
             from hf_freeze.publish.export.served import served_fidelity
 
             found = served_fidelity(compared_with, source.model, sampled_texts(texts, column, samples))
-            compared = compared_with, stored_bytes(empty_model(compared_with)), found
-        path = out or source.model / "README.md"
+            exported = (Path(compared_with) / MARK).exists()
+            compared = compared_with, None if exported else stored_bytes(empty_model(compared_with)), found
         text = model_card(
             source,
             repo_id,
@@ -71,8 +75,6 @@ def card(
             base_model=base_model,
             compared=compared,
         )
-        if not force and path.exists() and path.read_text(encoding="utf-8") not in (str(text), str(model_card(source))):
-            raise ValueError(f"{path} was edited, or written with other options: --force replaces it")
         path.parent.mkdir(parents=True, exist_ok=True)
         text.save(path)
         write_record(source, path.parent)

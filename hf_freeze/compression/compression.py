@@ -175,7 +175,8 @@ class Compression:
     @contextlib.contextmanager
     def _begun(self) -> Iterator[Build]:
         """With the whole model in the engine, measured."""
-        with _few_tokens_said_once(self.say):
+        more = ", or raise samples" * (self.settings.samples < len(self.inputs.learnt))
+        with _few_tokens_said_once(lambda text: self.say(text + more)):
             try:
                 everything = self.bench.everything()
                 self.budget = self.budget.resolved(self.original.bytes, everything.ms)
@@ -269,7 +270,7 @@ def _check_memory(source: str) -> None:
 
 @contextlib.contextmanager
 def _few_tokens_said_once(say: Callable[[str], None]) -> Iterator[None]:
-    """Inside, each shape is calibrated on the same texts: if they are few, that is said once, and what helps."""
+    """Inside, each shape is calibrated on the same texts: if they are few, that is said once."""
     with warnings.catch_warnings():
         show, said = warnings.showwarning, []
 
@@ -278,7 +279,7 @@ def _few_tokens_said_once(say: Callable[[str], None]) -> Iterator[None]:
                 show(message, *rest, **options)
             elif not said:
                 said.append(message)
-                say(f"{message}, or raise --samples")
+                say(str(message))
 
         warnings.showwarning = told
         yield

@@ -165,9 +165,8 @@ def sentences(compression: Compression, result: Compressed) -> list[str]:
         lines.append(f"Healed for {duration(healed.seconds)}, {healed.epochs:.2g} epochs of the texts: {effect}.")
     unlabelled = " without labels," if inputs.labels is None else ", whose labels are not used,"
     samples = min(compression.settings.samples, len(inputs.learnt))
-    lines.append(
-        f"Made from {len(inputs.learnt):,} texts{unlabelled} in {duration(result.seconds)}; measured and refitted on {samples:,}."
-    )
+    measured = f"; measured and refitted on {samples:,}" * (result.model is not None)
+    lines.append(f"Made from {len(inputs.learnt):,} texts{unlabelled} in {duration(result.seconds)}{measured}.")
     where = f"Written: {after.folder} (to serve)" + (f", {result.model} (to train on)" if result.model else "")
     return [*lines, f"{where}, {compression.out / 'report.html'}."]
 

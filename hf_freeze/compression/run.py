@@ -90,15 +90,16 @@ def _reported(
     """A compression whose page says why it has stopped. Its many small models show no bars, which would hide what is said."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    names = {field.name for field in fields(Settings)}
-    settings = Settings(**{name: value for name, value in options.items() if name in names})
-    others = {name: value for name, value in options.items() if name not in names}
-    compression = Compression(fspath(model), texts, budget, Path(out), settings, watch=write_report, **others)
     try:
-        yield compression
-    except Exception as error:
-        write_report(compression, stopped=str(error))
-        raise
+        names = {field.name for field in fields(Settings)}
+        settings = Settings(**{name: value for name, value in options.items() if name in names})
+        others = {name: value for name, value in options.items() if name not in names}
+        compression = Compression(fspath(model), texts, budget, Path(out), settings, watch=write_report, **others)
+        try:
+            yield compression
+        except Exception as error:
+            write_report(compression, stopped=str(error))
+            raise
     finally:
         if shown:
             logging.enable_progress_bar()

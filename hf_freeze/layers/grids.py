@@ -229,10 +229,11 @@ def integer_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """int8 (N, I), int8 (O, I) -> int32 (N, O): x Wᵀ, exactly, for numbers in -127..127.
 
     On a CPU by torch's product of integers. On other devices, and where that is not exact, by fp32 products of blocks of
-    columns so short that fp32 holds every sum. A traced graph holds torch's product; what it becomes is for the format to say.
+    columns so short that fp32 holds every sum. A traced graph holds torch's product of several columns; what it becomes is for
+    the format to say.
     """
-    has_sums = x.shape[1] > 1  # of a single column, torch 2.13 returns memory that nothing has written
-    if has_sums and (is_traced() or (x.device.type == "cpu" and x.numel() and weight.numel() and integers_are_exact())):
+    several = x.shape[1] > 1  # of a single column, torch 2.13 returns memory that nothing has written
+    if several and (is_traced() or (x.device.type == "cpu" and x.numel() and weight.numel() and integers_are_exact())):
         return torch._int_mm(x, weight.T)
     return blockwise_product(x, weight)
 

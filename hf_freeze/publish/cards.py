@@ -142,14 +142,14 @@ def model_card(
     license: str | None = None,
     base_model: str | None = None,
     remote_code: bool = False,
-    compared: tuple[str, int, Fidelity] | None = None,
+    compared: tuple[str, int | None, Fidelity] | None = None,
 ) -> ModelCard:
     """The model card of `source` for the repository `repo_id`.
 
     `datasets`, `language`, `license` and `base_model` are metadata (Hub ids, ISO 639 codes) that the record does not contain.
     `model`: the model in the folder, perhaps without weights, if it is already loaded. `remote_code`: the repository loads with
     `trust_remote_code`. Scores come from the record alone; without a record, the card has none. `compared`: the original, its
-    bytes, and how faithful to it the model is.
+    bytes where they are known, and how faithful to it the model is.
     """
     model = empty_model(source.model) if model is None else model
     is_variant, task = isinstance(model, VariantMixin), task_of(model)
@@ -189,7 +189,7 @@ def model_card(
         needs_hf_freeze=is_variant and not (remote_code and is_native(model)),
         how_to_install=how_to_install(),
         methods=[_describe(settings) for settings in done],
-        original=compared and (data.base_model or ("the original" if Path(compared[0]).exists() else compared[0])),
+        original=compared and ((base_model or "the original") if Path(compared[0]).exists() else compared[0]),
         original_bytes=compared and compared[1],
         fidelity=compared and compared[2],
         calibration=getattr(model.config, "calibration", None),

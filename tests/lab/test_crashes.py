@@ -78,8 +78,11 @@ def test_a_killed_grid_ends_as_an_undisturbed_one(task, tmp_path):
     print(reached)
     assert any(reached), "no kill came between a checkpoint and the end"
     loaded = load_recipe(recipe)
-    resumed, undisturbed = run_grid(loaded, tmp_path / "killed"), run_grid(loaded, tmp_path / "whole")
-    assert any(record["resumed"] for record in resumed)
+    console = Console(record=True)
+    resumed, undisturbed = run_grid(loaded, tmp_path / "killed", console=console), run_grid(loaded, tmp_path / "whole")
+    count = sum(bool(record["resumed"]) for record in resumed)
+    assert count
+    assert f"{count} of {len(resumed)} runs resume from a checkpoint" in console.export_text()
     assert list(map(figures, resumed)) == list(map(figures, undisturbed))
     for run in expand(loaded):
         folders = [run.folder(tmp_path / out) for out in ("killed", "whole")]

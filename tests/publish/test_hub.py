@@ -549,14 +549,14 @@ def test_an_edited_card_is_replaced_with_force_alone(grid, tmp_path):
         ["card", str(grid / "row-2.1-seed-1"), "--out", str(tmp_path / "README.md")],
         tmp_path / "README.md",
     )
-    for further in ([], ["--license", "mit"], ["--license", "mit"]):  # of what was not edited, nothing is lost
+    for further in ([], [], ["--license", "mit"]):  # of what was not edited, nothing is lost
         done = CliRunner().invoke(app, [*words, *further])
         assert done.exit_code == 0, done.output
     edited = written.read_text() + "\nMy own words.\n"
     written.write_text(edited)
     refused = CliRunner().invoke(app, [*words, "--license", "mit"])
     assert refused.exit_code == 2
-    assert "was edited, or written with other options: --force replaces it" in " ".join(refused.output.split())
+    assert "is there, edited or written with options: --force replaces it" in " ".join(refused.output.split())
     assert written.read_text() == edited
     assert CliRunner().invoke(app, [*words, "--force"]).exit_code == 0
     assert "My own words" not in written.read_text()

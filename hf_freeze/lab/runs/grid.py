@@ -75,7 +75,7 @@ def run_grid(
     waiting = claim_all(runs, out, command)
     if len(waiting) < len(runs):
         console.print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished already; skipped")
-    if resumed := sum(any(run.folder(out).glob("checkpoint-*/trainer_state.json")) for run in waiting):
+    if resumed := sum(any(run.folder(out).glob("checkpoints/*/trainer_state.json")) for run in waiting):
         console.print(f"{resumed} of {len(runs)} runs resume from a checkpoint")
     failed: list[Path] = []
     if waiting:
