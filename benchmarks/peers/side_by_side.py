@@ -33,12 +33,14 @@ new process on one core, to open and use it. Columns:
 - lines of code to make it, imports included.
 
 Below, the tools that score better than all of hf_freeze's of no more bytes and ms (5 % more ms are no more), by more than
-the interval of the difference. What is done is kept in `--keep`: the command continues where it stopped. The picture front.png has all of them.
+the interval of the difference. What is done is kept in `--keep`: the command continues where it stopped. The picture
+front.png has all of them.
 """
 
 import base64
 import gzip
 import inspect
+import itertools
 import json
 import os
 import shutil
@@ -288,10 +290,7 @@ def main() -> None:
     picture(kind, points, options.keep / "front.png")
     change = "ratio" if kind.is_log else "difference"
     headings = ["", "folder, MB", kind.score, change, "ms", "seconds", "memory, MB", "again", "lines"]
-    summary = (
-        f"{better(kind, points, items)}\n\n"
-        f"{len(asked):,} {kind.item}s asked, {len(learnt):,} to learn from"
-    )
+    summary = f"{better(kind, points, items)}\n\n{len(asked):,} {kind.item}s asked, {len(learnt):,} to learn from"
     _shared.report(options, _shared.markdown(headings, rows), summary)
 
 
@@ -388,10 +387,10 @@ def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, max(3.6, 0.19 * len(points))), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, column, label in zip(axes, (0, 2), ("folder, MB", f"ms per {kind.item}"), strict=True):
-        for (name, point), marker in zip(points.items(), "*osD^vPXhd<>8pH12", strict=False):
+        for (name, point), marker in zip(points.items(), itertools.cycle("*osD^vPXhd<>8pH1234+x")):
             color = "C0" if name.startswith("hf_freeze") else "0.45"
             title = kind.tools.PEERS[name].title.replace("`", "")
             axis.scatter(point[column], point[1], color=color, marker=marker, s=60, label=title)

@@ -35,7 +35,9 @@ def card(
     texts: CalibrationTexts = None,
     column: Column = "text",
     samples: Samples = 512,
-    force: Annotated[bool, typer.Option("--force", help="Replace a card that was edited, or written with options.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a card that was edited, or written with options.")
+    ] = False,
 ) -> None:
     """Write a model card from the record of a run: methods, sizes, scores, settings, limits.
 

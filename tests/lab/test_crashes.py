@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from safetensors.torch import load_file
 from support import TESTS
 from support.cases import ALL
