@@ -100,7 +100,7 @@ def test_inspect(saved, tables):
     printed = check(printed_by("inspect", saved / "variant", "--latency", "--tokens", "1", "2"), tables, count=2)
     lines = " ".join(printed.split())
     for written in (
-        "VocabularyTrimming(keep=[0, 1, 2, ..., 98] (99))",
+        "VocabularyTrimming(keep=[0, 1, 2, ..., 98] (99 in all))",
         "FFNPruning(width=16)",
         "LowRank(rank=4)",
         FREEZE,
