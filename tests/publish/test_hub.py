@@ -227,7 +227,10 @@ def test_a_card_of_ones_own_is_taken(grid, tmp_path, loopback):
     path.write_text(path.read_text() + "\nWritten by hand.\n")
     push(tmp_path / "run", "me/own")
     assert (loopback.folder / "me/own/main/README.md").read_text().endswith("Written by hand.\n")
-    with pytest.raises(ValueError, match="is published as it is, and language, license would not change it: edit"):
+    unchanged = (
+        r"README.md is published as it is, and language, license would not change it: edit the file, or delete it"
+    )
+    with pytest.raises(ValueError, match=unchanged):
         push(tmp_path / "run", "me/own", language=["de"], license="mit")
 
 
@@ -545,10 +548,8 @@ def test_a_card_compares_the_answers_with_those_of_the_original(grid, tmp_path):
 
 
 def test_an_edited_card_is_replaced_with_force_alone(grid, tmp_path):
-    words, written = (
-        ["card", str(grid / "row-2.1-seed-1"), "--out", str(tmp_path / "README.md")],
-        tmp_path / "README.md",
-    )
+    written = tmp_path / "README.md"
+    words = ["card", str(grid / "row-2.1-seed-1"), "--out", str(written)]
     for further in ([], [], ["--license", "mit"]):  # of what was not edited, nothing is lost
         done = CliRunner().invoke(app, [*words, *further])
         assert done.exit_code == 0, done.output
