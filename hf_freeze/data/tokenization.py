@@ -1,5 +1,6 @@
 """Trains a joint subword tokenizer that `AutoTokenizer` loads for any backbone."""
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -55,11 +56,29 @@ def train_tokenizer(
     if vocab_size < smallest:
         raise ValueError(f"vocab_size={vocab_size} is too small: {smallest} special tokens and characters must fit")
     tokenizer.train_from_iterator(iter(texts), trainer)
+    if kind == "unigram":
+        tokenizer.model = _in_one_order(tokenizer)
     single, pair = _TEMPLATES[eos]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=single, pair=pair, special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+
+
+def _in_one_order(tokenizer: Any) -> Any:
+    """Unigram's pieces with the same numbers and scores in each process: its trainer adds up, and numbers pieces that are equally
+    likely, in the order of a hash map."""
+    trained = json.loads(tokenizer.to_str())["model"]
+    special = [tuple(pair) for pair in trained["vocab"][: len(SPECIAL_TOKENS)]]
+    learned = [(piece, round(score, 6)) for piece, score in trained["vocab"][len(SPECIAL_TOKENS) :]]
+    learned.sort(key=lambda pair: (-pair[1], pair[0]))
+    # Characters that it took back at the end come last, each 0.0001 below another one.
+    pieces, scores = [piece for piece, _ in learned], [score for _, score in learned]
+    first = len(scores) - 1
+    while first > 0 and round(scores[first - 1] - scores[first], 5) == 0.0001:
+        first -= 1
+    pieces[first:] = sorted(pieces[first:])
+    return models.Unigram([*special, *zip(pieces, scores, strict=True)], trained["unk_id"], trained["byte_fallback"])
 
 
 def _train_wordpiece(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -474,7 +474,9 @@ def test_a_file_that_was_cut_off_does_not_open(tmp_path: Path) -> None:
     ],
 )
 def test_an_exported_file_answers_like_the_model(kind: str, task: str, tmp_path: Path) -> None:
-    path = exported(random_model(kind, task), tokenizer_for(kind), tmp_path)
+    tokenizer = tokenizer_for(kind)
+    # So T5 writes texts, in which the next best token is 0.05 below: keys and values of 16 bits move the outputs by 0.004.
+    path = exported(random_model(kind, task, vocab_size=len(tokenizer)), tokenizer, tmp_path)
     found = served_fidelity(tmp_path / "model", path.parent, TEXTS[:3])
     assert found.score is not None
     assert found.score > 0.999

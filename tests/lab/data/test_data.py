@@ -11,7 +11,7 @@ from support import ROOT
 from support.processes import printed_by
 from transformers import AutoTokenizer
 
-from hf_freeze.data.tokenization import check_ids
+from hf_freeze.data.tokenization import KINDS, check_ids
 from hf_freeze.lab.data import (
     TokenBatchSampler,
     builtin_corpus,
@@ -368,20 +368,22 @@ def test_wordpiece_is_the_longest_match_first(texts):
         assert tokenizer.tokenize(word) == pieces
 
 
-@pytest.mark.parametrize("kind", ["bpe", "wordpiece"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_training_a_tokenizer_is_deterministic(texts, kind):
     one, two = (train_tokenizer(iter(texts), 150, kind) for _ in range(2))
     assert one.get_vocab() == two.get_vocab()
 
 
-def test_wordpiece_is_the_same_in_another_process(texts, tmp_path):
-    """Its trainer numbers the pieces as they come out of a hash map, whose order each process draws."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_is_the_same_in_another_process(kind, texts, tmp_path):
+    """The trainers of WordPiece and Unigram number pieces as they come out of a hash map, whose order each process draws."""
     (tmp_path / "texts").write_text("\n".join(texts), encoding="utf-8")
     code = (
-        "import json, sys; from hf_freeze.data import read_lines, train_tokenizer; "
-        "print(json.dumps(train_tokenizer(read_lines(sys.argv[1]), 150, 'wordpiece').get_vocab()))"
+        "import sys; from hf_freeze.data import read_lines, train_tokenizer; "
+        "print(train_tokenizer(read_lines(sys.argv[1]), 150, sys.argv[2]).backend_tokenizer.to_str())"
     )
-    assert json.loads(printed_by(code, tmp_path / "texts")) == train_tokenizer(texts, 150, "wordpiece").get_vocab()
+    trained = train_tokenizer(texts, 150, kind).backend_tokenizer.to_str()
+    assert printed_by(code, tmp_path / "texts", kind).strip() == trained
 
 
 def test_a_wordpiece_vocabulary_too_small_is_refused():
