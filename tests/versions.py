@@ -6,7 +6,7 @@
 
 Each combination gets an environment of its own, build/versions/NAME. uv makes it, and fetches a missing Python where it can;
 pyenv hides its own unless you name them: PYENV_VERSION=3.13:3.10. The first run downloads several GB for each version of torch;
-then a sample takes about a minute of one core. Results go to docs/versions.json and, as a table, to docs/versions.md. The exit
+then a sample takes two minutes of one core. Results go to docs/versions.json and, as a table, to docs/versions.md. The exit
 status is 1 unless all tests passed in all chosen environments.
 """
 
@@ -28,7 +28,7 @@ ENVIRONMENTS = ROOT / "build" / "versions"
 RESULTS = ROOT / "docs" / "versions.json"
 SHOWN = ("torch", "transformers", "accelerate", "numpy")
 
-# What depends most on transformers, torch and Python, in about a minute of one core.
+# What depends most on transformers, torch and Python, in two minutes of one core.
 CONTRACT = "tests/contract"
 SAMPLE = {
     "tests/compat/test_private_names.py": "the private names of transformers and PEFT that hf_freeze uses",
@@ -41,6 +41,10 @@ SAMPLE = {
     "tests/model/test_loading.py": "shards, `device_map`, dtypes",
     "tests/lab/training/test_training.py": "`Trainer`",
     "tests/training/test_sharding.py": "`load_sharded` in two and three processes",
+    "tests/compat/test_pipelines.py": "`pipeline`",
+    "tests/publish/test_export_onnx.py": "exports to ONNX Runtime",
+    "tests/publish/test_export_int4.py": "the same, in four bits",
+    "tests/publish/test_export_recurrent.py": "exports to ONNX Runtime and `torch.export` of models with a state",
     "tests/cli/test_inspect.py": "the command line: `inspect`",
     "tests/cli/test_cli.py::test_a_method_is_explained": "the command line: `methods`",
     "tests/cli/test_cli.py::test_the_installed_program_is_as_quick": "the command line as installed",

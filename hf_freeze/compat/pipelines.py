@@ -67,8 +67,9 @@ class Text2TextGenerationPipeline(Pipeline):
         if "generation_config" in kwargs:
             specific = {}
         limit = max_positions(model.config, "decoder")
-        if limit is not None and limit <= NEW_TOKENS:
-            self._default_generation_config = GenerationConfig(max_new_tokens=limit - 1)
+        own = model.generation_config.max_new_tokens  # some transformers put the default above it
+        if own is not None or (limit is not None and limit <= NEW_TOKENS):
+            self._default_generation_config = GenerationConfig(max_new_tokens=own or limit - 1)
         super().__init__(model=model, **{**specific, **kwargs})
         self.prefix = prefix or self.prefix or ""
         if self.tokenizer is not None:

@@ -92,6 +92,7 @@ def quantized(model: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
     with tempfile.TemporaryDirectory() as temporary, quiet():
         fp32, int8 = Path(temporary) / "fp32.onnx", Path(temporary) / "int8.onnx"
         onnx_ir.save(folded(model), fp32, external_data="fp32.data")
+        _forget_shapes_of_weights(fp32)
         if recorded is None:
             quantization.quantize_dynamic(fp32, int8, op_types_to_quantize=["MatMul"], **options)
         else:
@@ -117,6 +118,18 @@ def quantized(model: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
         if value.const_value.nbytes >= SMALL and value.dtype == onnx_ir.DataType.FLOAT and _is_weight(value):
             _store_in_int8(result.graph, first, value)
     return result
+
+
+def _forget_shapes_of_weights(path: Path) -> None:
+    """ONNX Runtime keeps them, in versions before 1.24, for the weights that it transposes, and then finds them wrong."""
+    import onnx
+
+    proto = onnx.load(path, load_external_data=False)
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    kept = [value for value in proto.graph.value_info if value.name not in weights]
+    del proto.graph.value_info[:]
+    proto.graph.value_info.extend(kept)
+    onnx.save(proto, path)
 
 
 def _quantize_tables(graph: Any) -> None:

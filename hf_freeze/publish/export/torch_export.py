@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from hf_freeze.compat.transformers import count_all_experts
@@ -104,7 +105,10 @@ def exported(module: nn.Module, part: Part, limits: Mapping[str, int] | None = N
         for name in part.inputs
     )
     # The forwards take *inputs, which is one argument.
-    return torch.export.export(module, tuple(part.inputs.values()), dynamic_shapes=(shapes,), strict=False)
+    program: Any = torch.export.export(module, tuple(part.inputs.values()), dynamic_shapes=(shapes,), strict=False)
+    if Version(torch.__version__) < Version("2.10"):
+        program._guards_code = []  # checks of *inputs, which are called otherwise in the program, and so fail in it
+    return program
 
 
 def names_of_part(part: Part) -> dict[str, Any]:
