@@ -47,7 +47,7 @@ def source_of(method: type[Method]) -> str:
 
 def facts(method: type[Method]) -> str:
     """The table at the top."""
-    by_hand = [name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None]
+    by_hand, listed = named_families(method)
     others = method.registered.architectures is None and "blocks" not in method.registered.needs
     needs = " and ".join(CAPABILITIES[need] for need in sorted(method.registered.needs & CAPABILITIES.keys()))
     beyond = f"; other [families](../families.md) where {needs or 'the parts are understood'}" if others else ""
@@ -55,7 +55,7 @@ def facts(method: type[Method]) -> str:
         "Python": f"`methods.{method.__name__}`",
         "In a recipe": f"`{json.dumps({'method': method.name} | changed_settings(method.example))}`",
         "Source": source_of(method),
-        "Works on": ", ".join(by_hand) + beyond,
+        "Works on": ", ".join([*by_hand, *listed]) + beyond,
         "Backbone": "a config: it trains from scratch"
         if method.registered.from_scratch
         else "a config or trained weights",
@@ -75,8 +75,16 @@ def works_on(method: type[Method]) -> str:
     needs, architectures = method.registered.needs, method.registered.architectures
     if not needs and architectures is None:
         return "any family"
-    by_hand = [name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None]
+    by_hand, listed = named_families(method)
+    if listed:
+        return f"{', '.join(by_hand)} and {len(listed)} others"
     return ", ".join(by_hand) + ", others where proved" * ("blocks" not in needs and architectures is None)
+
+
+def named_families(method: type[Method]) -> tuple[list[str], list[str]]:
+    """The families that a method works on: those that are described by hand, and further ones that it names."""
+    by_hand = [name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None]
+    return by_hand, sorted({*(method.registered.architectures or ())} - ARCHITECTURES.keys())
 
 
 def overview() -> str:
