@@ -10,6 +10,8 @@ from hf_freeze.io import write_whole
 from hf_freeze.run_folder import first_difference
 
 FILE = "phases.json"
+# What is compared by a digest, which would say nothing.
+_BY_DIGEST = {"model": "another model", "inputs": "other texts", "texts": "other texts", "labels": "other labels"}
 
 
 class Phases:
@@ -26,7 +28,10 @@ class Phases:
             self._state: dict[str, Any] = {"results": {}, "seconds": {}} | json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{self._path} is damaged ({error}); remove {out}, or choose another --out") from None
-        if difference := first_difference(self._state["identity"], identity):
+        there = self._state["identity"]
+        if difference := first_difference(there, identity):
+            others = [f"of {words}" for key, words in _BY_DIGEST.items() if there.get(key) != identity.get(key)]
+            difference = " and ".join(others) or difference
             raise ValueError(f"{out} holds another compression ({difference}); choose another --out")
         for part in out.rglob("*.part"):  # of files that a killed process did not finish
             if part.is_file():  # folders are of `convert`, which resumes
