@@ -216,6 +216,16 @@ def test_a_model_that_sets_no_length_gets_room_for_a_sentence(marian_tokenizer_d
         assert pipe("hund", return_tensors=True, **arguments)[0]["translation_token_ids"].shape == (length,)
 
 
+@pytest.mark.parametrize(("own", "length"), [({"max_new_tokens": 9}, 10), ({"max_length": 9}, 9)])
+def test_the_length_that_a_model_sets_is_above_the_default(own, length, marian_tokenizer_dir):
+    tokenizer = AutoTokenizer.from_pretrained(marian_tokenizer_dir)
+    model, pad = marian_model(tokenizer), tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(pad_token_id=pad, decoder_start_token_id=pad, **own)
+    pipe = pipeline("translation", model=model, tokenizer=tokenizer)
+    for arguments, expected in (({}, length), ({"max_new_tokens": 7}, 8)):
+        assert pipe("hund", return_tensors=True, **arguments)[0]["translation_token_ids"].shape == (expected,)
+
+
 def test_a_text_longer_than_the_positions_is_warned_about_and_can_be_cut(pipe, caplog):
     long = " ".join(TEXTS * 4)
     with (
