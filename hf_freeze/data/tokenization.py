@@ -72,7 +72,7 @@ def _in_one_order(tokenizer: Any) -> Any:
     special = [tuple(pair) for pair in trained["vocab"][: len(SPECIAL_TOKENS)]]
     learned = [(piece, round(score, 6)) for piece, score in trained["vocab"][len(SPECIAL_TOKENS) :]]
     learned.sort(key=lambda pair: (-pair[1], pair[0]))
-    # Characters that it took back at the end come last, each 0.0001 below another one.
+    # Characters that training had dropped are put back as the last ones, each 0.0001 below another one.
     pieces, scores = [piece for piece, _ in learned], [score for _, score in learned]
     first = len(scores) - 1
     while first > 0 and round(scores[first - 1] - scores[first], 5) == 0.0001:

@@ -121,7 +121,7 @@ def quantized(model: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
 
 
 def _forget_shapes_of_weights(path: Path) -> None:
-    """ONNX Runtime keeps them, in versions before 1.24, for the weights that it transposes, and then finds them wrong."""
+    """ONNX Runtime 1.23, the last for Python 3.10, keeps them for weights that it transposes, and then finds them wrong."""
     import onnx
 
     proto = onnx.load(path, load_external_data=False)
