@@ -67,9 +67,11 @@ class Text2TextGenerationPipeline(Pipeline):
         if "generation_config" in kwargs:
             specific = {}
         limit = max_positions(model.config, "decoder")
-        own = model.generation_config.max_new_tokens  # some transformers put the default above it
-        if own is not None or (limit is not None and limit <= NEW_TOKENS):
-            self._default_generation_config = GenerationConfig(max_new_tokens=own or limit - 1)
+        length = model.generation_config.max_new_tokens  # older transformers put the default above it
+        if length is None and limit is not None and limit <= NEW_TOKENS:
+            length = limit - 1
+        if length is not None:
+            self._default_generation_config = GenerationConfig(max_new_tokens=length)
         super().__init__(model=model, **{**specific, **kwargs})
         self.prefix = prefix or self.prefix or ""
         if self.tokenizer is not None:
