@@ -396,7 +396,8 @@ def picture(kind: Kind, points: dict[str, Any], path: Path) -> None:
             axis.scatter(point[column], point[1], color=color, marker=marker, s=60, label=title)
         axis.set(xscale="log", xlabel=label, yscale="log" if kind.is_log else "linear")
         for each in (axis.xaxis, axis.yaxis)[: 2 if kind.is_log else 1]:
-            each.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            low, high = each.get_view_interval()
+            each.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
             each.set_major_formatter(FormatStrFormatter("%g"))
             each.set_minor_formatter(NullFormatter())
         axis.grid(alpha=0.3)
