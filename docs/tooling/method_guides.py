@@ -12,11 +12,10 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from registry_facts import from_registries
+from registry_facts import from_registries, named_families
 from survival import MODELS, surviving_formats
 
 from hf_freeze.architectures.families import CAPABILITIES
-from hf_freeze.architectures.registry import ARCHITECTURES
 from hf_freeze.cli.facts import FILE
 from hf_freeze.methods.base import Method
 from hf_freeze.methods.registry import METHODS, changed_settings
@@ -79,12 +78,6 @@ def works_on(method: type[Method]) -> str:
     if listed:
         return f"{', '.join(by_hand)} and {len(listed)} others"
     return ", ".join(by_hand) + ", others where proved" * ("blocks" not in needs and architectures is None)
-
-
-def named_families(method: type[Method]) -> tuple[list[str], list[str]]:
-    """The families that a method works on: those that are described by hand, and further ones that it names."""
-    by_hand = [name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None]
-    return by_hand, sorted({*(method.registered.architectures or ())} - ARCHITECTURES.keys())
 
 
 def overview() -> str:

@@ -27,14 +27,22 @@ def from_registries() -> dict[str, Any]:
     }
 
 
+def named_families(method: type[Method]) -> tuple[list[str], list[str]]:
+    """The families that a method works on: those that are described by hand, and further ones that it names."""
+    by_hand = [name for name, architecture in sorted(ARCHITECTURES.items()) if method.refusal(architecture) is None]
+    return by_hand, sorted({*(method.registered.architectures or ())} - ARCHITECTURES.keys())
+
+
 def _of_method(method: type[Method]) -> dict[str, Any]:
+    by_hand, listed = named_families(method)
     return {
         "class": method.__name__,
         "source": " ".join((sys.modules[method.__module__].__doc__ or "").split("\n\n")[0].split()),
         # Each paragraph and each item of a list on one line; code, which four spaces indent, stays.
         "doc": re.sub(r"(?<!\n)\n(?: {2})?(?=[^\s-])", " ", inspect.getdoc(method) or ""),
         "settings": {field.name: [_type_of(field), _default_of(field)] for field in fields(method)},
-        "by_hand": sorted(name for name, architecture in ARCHITECTURES.items() if method.refusal(architecture) is None),
+        "by_hand": by_hand,
+        "listed": listed,
         # Whether it works on families that are not described by hand, where this is proved.
         "on_derived": method.registered.architectures is None and "blocks" not in method.registered.needs,
         "needs": [CAPABILITIES[need] for need in sorted(method.registered.needs & CAPABILITIES.keys())],

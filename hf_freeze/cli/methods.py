@@ -37,7 +37,11 @@ def methods(
         typer.echo(methods_by_architectures())
         return
     rows = [
-        (registered, ", ".join(method["settings"]), ", ".join(method["by_hand"] + ["derived"] * method["on_derived"]))
+        (
+            registered,
+            ", ".join(method["settings"]),
+            ", ".join(method["by_hand"] + method["listed"] + ["derived"] * method["on_derived"]),
+        )
         for registered, method in known.items()
     ]
     terminal.show_table(("method", "settings", "families"), rows)
@@ -74,6 +78,8 @@ def _method_called(name: str) -> str:
 
 def _beyond(method: dict[str, Any]) -> str:
     """The families that are not described by hand, in words."""
+    if method["listed"]:
+        return "; on no other family, because it was proved on these alone"
     if not method["on_derived"]:
         return "; on no other family, because it puts in blocks of its own, which need a description by hand"
     where = f"where {' and '.join(method['needs'])}" if method["needs"] else "that is understood"
@@ -85,7 +91,7 @@ def _explain(name: str, method: dict[str, Any]) -> None:
     terminal.say(method["doc"])
     rows = [(setting, *described) for setting, described in method["settings"].items()]
     terminal.show_table(("setting", "type", "default"), rows, box=box.SIMPLE_HEAD)
-    terminal.say(f"Works on: {', '.join(method['by_hand'])}{_beyond(method)}")
+    terminal.say(f"Works on: {', '.join(method['by_hand'] + method['listed'])}{_beyond(method)}")
     terminal.say("A small example:")
     terminal.say_code(f"  Python: methods.{method['python']}")
     # JSON on one line is YAML too.

@@ -10,8 +10,8 @@ from hf_freeze.io import write_whole
 from hf_freeze.run_folder import first_difference
 
 FILE = "phases.json"
-# What is compared by a digest, which would say nothing.
-_BY_DIGEST = {"model": "another model", "inputs": "other texts", "texts": "other texts", "labels": "other labels"}
+# These are compared by digests, which would tell the user nothing.
+_BY_DIGEST = {"model": "another model", "inputs": "other inputs", "texts": "other texts", "labels": "other labels"}
 
 
 class Phases:

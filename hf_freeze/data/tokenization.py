@@ -66,8 +66,8 @@ def train_tokenizer(
 
 
 def _in_one_order(tokenizer: Any) -> Any:
-    """Unigram's pieces with the same numbers and scores in each process: its trainer adds up, and numbers pieces that are equally
-    likely, in the order of a hash map."""
+    """Unigram's pieces with the same numbers and scores in each process. Its trainer follows the order of a hash map: the last
+    digits of scores, and which of two equally likely pieces comes first, depend on it."""
     trained = json.loads(tokenizer.to_str())["model"]
     special = [tuple(pair) for pair in trained["vocab"][: len(SPECIAL_TOKENS)]]
     learned = [(piece, round(score, 6)) for piece, score in trained["vocab"][len(SPECIAL_TOKENS) :]]

@@ -137,6 +137,7 @@ def test_a_method_is_explained_with_the_families_that_are_derived():
     assert works_on("head_pruning").startswith(f"{four}, and any other family where heads can be exchanged")
     assert works_on("delight").startswith("gpt2, marian; on no other family, because it puts in blocks of its own")
     assert works_on("define").startswith(f"{four}; on no other family")
+    assert "phi3, qwen2, qwen3, smollm3; on no other family, because it was proved on" in works_on("recurrent_decoder")
     rows = re.split(r"^│ (?=\w)", invoke("methods"), flags=re.MULTILINE)  # a row may be wrapped
     listed = {row.split()[0]: "derived" in row for row in rows}
     assert listed["freeze"]

@@ -397,7 +397,7 @@ def test_what_is_out_of_reach_is_refused_and_another_compression_is_not_overwrit
     done = json.loads((tmp_path / "small" / "phases.json").read_text())["results"]
     assert "blocks" in done
     assert not any(phase.startswith(("layers", "order", "factor")) for phase in done)  # they would last for minutes
-    with pytest.raises(ValueError, match=r"holds another compression \(of other texts\); choose another --out"):
+    with pytest.raises(ValueError, match=r"holds another compression \(of other inputs\); choose another --out"):
         hf_freeze.compress(encoder, texts=texts(61), **defaults)
 
 

@@ -121,7 +121,7 @@ def quantized(model: Any, recorded: list[dict[str, Tensor]] | None) -> Any:
 
 
 def _forget_shapes_of_weights(path: Path) -> None:
-    """ONNX Runtime 1.23, the last for Python 3.10, keeps them for weights that it transposes, and then finds them wrong."""
+    """Where ONNX Runtime 1.23, the last for Python 3.10, transposes a weight, it compares the new shape with that of the file."""
     import onnx
 
     proto = onnx.load(path, load_external_data=False)

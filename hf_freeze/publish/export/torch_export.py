@@ -107,7 +107,7 @@ def exported(module: nn.Module, part: Part, limits: Mapping[str, int] | None = N
     # The forwards take *inputs, which is one argument.
     program: Any = torch.export.export(module, tuple(part.inputs.values()), dynamic_shapes=(shapes,), strict=False)
     if Version(torch.__version__) < Version("2.10"):
-        program._guards_code = []  # checks of *inputs, which are called otherwise in the program, and so fail in it
+        program._guards_code = []  # its checks name *inputs in a way that the program does not know
     return program
 
 
